@@ -1,0 +1,123 @@
+"""Where bodies end: the chunked framing, read strictly and without copying more than needed."""
+
+from __future__ import annotations
+
+import re
+
+MAX_SIZE_LINE_BYTES = 256
+MAX_TRAILER_BYTES = 8192
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
+_TRAILER = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
+
+
+class BadFraming(Exception):
+    """Bytes that are no chunked body."""
+
+
+class Chunked:
+    """Cuts a chunked body into its payload.
+
+    `feed` returns the payload pieces in order. `done` is set when the last chunk and its trailers have been read; `rest`
+    holds what came after. `between` tells that the last byte fed ended a chunk, so that a chunk of our own may be put
+    in there. With `plain`, chunk extensions and trailers are refused: the bytes are passed on in this very framing, and
+    both are hop-by-hop, not ours to pass on. (Nobody sends them unasked: trailers want `TE: trailers`.)
+    """
+
+    __slots__ = ("_held", "_left", "_plain", "done", "rest")
+
+    def __init__(self, *, plain: bool = False) -> None:
+        self._held = b""  # an incomplete size line, chunk end or trailer
+        self._left = 0  # payload bytes still to come in this chunk, plus two for its CRLF
+        self._plain = plain
+        self.done = False
+        self.rest = b""
+
+    @property
+    def between(self) -> bool:
+        return self._left == 0 and not self._held
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take the next bytes of the connection. Raises BadFraming; the body is lost then."""
+        pieces: list[bytes] = []
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        position, end = 0, len(data)
+        left = self._left
+        while position < end:
+            if left > 2:
+                piece = data[position : position + left - 2]
+                pieces.append(piece)
+                position += len(piece)
+                left -= len(piece)
+                continue
+            if left:
+                # left is 2: the CRLF after the payload
+                if end - position < 2:
+                    self._check_prefix(data[position:], b"\r\n")
+                    self._held = data[position:]
+                    break
+                if data[position : position + 2] != b"\r\n":
+                    raise BadFraming("a chunk longer than its size")
+                position += 2
+                left = 0
+                continue
+            line_end = data.find(b"\r\n", position, position + MAX_SIZE_LINE_BYTES)
+            if line_end < 0:
+                if end - position >= MAX_SIZE_LINE_BYTES:
+                    raise BadFraming("a chunk size line without end")
+                self._check_size_prefix(data[position:])
+                self._held = data[position:]
+                break
+            match = _SIZE.fullmatch(data, position, line_end)
+            if match is None:
+                raise BadFraming("malformed chunk size")
+            if self._plain and match.end(1) != line_end:
+                raise BadFraming("a chunk extension")
+            size = int(match[1], 16)
+            if size == 0:
+                self._left = 0
+                self._end(data, position, line_end)
+                return pieces
+            position = line_end + 2
+            left = size + 2
+        self._left = left
+        return pieces
+
+    def _end(self, data: bytes, start: int, line_end: int) -> None:
+        """The last chunk has begun at `start`; it is held back whole until its trailers are there."""
+        after = line_end + 2
+        if data[after : after + 2] == b"\r\n":
+            stop = after + 2
+        else:
+            stop = data.find(b"\r\n\r\n", after) + 4
+            if stop < 4:
+                if len(data) - after > MAX_TRAILER_BYTES or (self._plain and len(data) - after > 2):
+                    raise BadFraming("trailers without end")
+                self._held = data[start:]
+                return
+        if self._plain and stop != after + 2:
+            raise BadFraming("a trailer")
+        if _TRAILER.fullmatch(data, after, stop) is None:
+            raise BadFraming("malformed trailer")
+        self.done = True
+        self.rest = data[stop:]
+
+    @staticmethod
+    def _check_prefix(data: bytes, expected: bytes) -> None:
+        if not expected.startswith(data):
+            raise BadFraming("a chunk longer than its size")
+
+    @staticmethod
+    def _check_size_prefix(data: bytes) -> None:
+        # Refuse at the first wrong byte, not when 256 have come: a peer that sends no line end would hold us up.
+        if data[:1] not in b"0123456789abcdefABCDEF" or not data:
+            raise BadFraming("malformed chunk size")
+
+
+def chunk(data: bytes) -> bytes:
+    """`data`, not empty, as one chunk."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+LAST_CHUNK = b"0\r\n\r\n"

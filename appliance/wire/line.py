@@ -1,0 +1,190 @@
+"""Stream sockets of the request road, all watched by one edge-triggered epoll set.
+
+Trio's `wait_readable` arms and disarms a socket for every wait. Here a socket is registered once for its life, with all
+events, edge-triggered; the poller task waits (through Trio) on the epoll set itself and, per event, sets two flags on the
+line and either wakes the task that uses it or calls `on_news` right there. The second is what carries streams: while both
+sides are calm, an event goes from the engine's socket to the client's inside the poller (`gateway/stream.py`), and no task
+is woken for it.
+
+Edge-triggered means that a flag may only be cleared by seeing the socket empty (a short read) or full (EAGAIN).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+from collections.abc import Callable
+from typing import NoReturn
+
+import trio
+
+from ..nursery.sleeper import Sleeper, breathe
+
+READ_BYTES = 65536
+_EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+_READABLE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+_WRITABLE = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
+_HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+
+
+class Poller:
+    """The epoll set of a process. `run` serves it until cancelled; lines may be added before, during and after."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._lines: dict[int, Line] = {}
+
+    def add(self, line: Line) -> None:
+        self._lines[line.fd] = line
+        self._epoll.register(line.fd, _EVENTS)
+
+    def remove(self, line: Line) -> None:
+        """Forget a line. Must come before its socket is closed: the number may be reused within the same batch."""
+        if self._lines.pop(line.fd, None) is not None:
+            self._epoll.unregister(line.fd)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    async def run(self) -> NoReturn:
+        poll, lines, fd = self._epoll.poll, self._lines, self._epoll.fileno()
+        while True:
+            await trio.lowlevel.wait_readable(fd)
+            for number, events in poll(0):
+                line = lines.get(number)
+                if line is not None:
+                    line.news(events)
+
+    def close(self) -> None:
+        """Close the set; the lines' sockets belong to their own users."""
+        self._epoll.close()
+
+
+class Line:
+    """One non-blocking stream socket (TCP or Unix). Whoever made it closes it.
+
+    `sleeper` is the task to wake on news; `on_news`, where set, is called instead, inside the poller: it must neither
+    block nor raise. `hung_up` tells that the peer has closed its side (a FIN, a reset, an error); what it sent before may
+    still be read. `on_hang_up` is called once, before the wake, when that is first seen.
+    """
+
+    __slots__ = ("_operations", "closed", "fd", "hung_up", "on_hang_up", "on_news", "poller", "readable", "sleeper", "sock", "writable")
+
+    def __init__(self, sock: socket.socket, poller: Poller, sleeper: Sleeper | None = None) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.poller = poller
+        self.sleeper = sleeper
+        self.on_news: Callable[[], None] | None = None
+        self.on_hang_up: Callable[[], None] | None = None
+        self.readable = True
+        self.writable = True
+        self.hung_up = False
+        self.closed = False
+        self._operations = 0
+        poller.add(self)
+
+    def news(self, events: int) -> None:
+        """Called by the poller."""
+        if events & _READABLE:
+            self.readable = True
+        if events & _WRITABLE:
+            self.writable = True
+        if events & _HUNG_UP and not self.hung_up:
+            self.hung_up = True
+            if self.on_hang_up is not None:
+                self.on_hang_up()
+        if self.on_news is not None:
+            self.on_news()
+        elif self.sleeper is not None:
+            self.sleeper.wake()
+
+    # -- without waiting ---------------------------------------------------------------------------------------------
+
+    def try_recv(self) -> bytes | None:
+        """What has arrived, at most 64 KiB; b"" at the end of the stream; None when there is nothing now. Raises OSError."""
+        if not self.readable:
+            return None
+        try:
+            data = self.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            self.readable = False
+            return None
+        if len(data) < READ_BYTES and not self.hung_up:
+            self.readable = False
+        return data
+
+    def try_send(self, data: bytes | memoryview) -> int:
+        """Hand over what the socket takes now; how many bytes that was. Raises OSError (BrokenPipeError, reset)."""
+        if not self.writable:
+            return 0
+        try:
+            return self.sock.send(data)
+        except BlockingIOError:
+            self.writable = False
+            return 0
+
+    # -- with waiting: only for a line that has a sleeper -------------------------------------------------------------
+
+    async def recv(self) -> bytes:
+        """The next bytes; b"" at the end of the stream. Raises OSError, or the reason of a cut."""
+        data = self.try_recv()
+        while data is None:
+            await self._sleep()
+            data = self.try_recv()
+        self._operations += 1
+        if self._operations & 15 == 0:
+            await breathe(self._operations)
+        return data
+
+    async def send_all(self, data: bytes | memoryview) -> None:
+        """Hand over all of `data`. Raises OSError, or the reason of a cut; then an unknown part of it has been sent."""
+        sent = self.try_send(data)
+        if sent < len(data):
+            rest = memoryview(data)[sent:]
+            while rest:
+                self._operations += 1
+                await breathe(self._operations)
+                sent = self.try_send(rest)
+                rest = rest[sent:]
+                if rest and not self.writable:
+                    await self._sleep()
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Wait until everything handed over lies with the kernel. A plain socket holds nothing back."""
+
+    async def connected(self) -> None:
+        """Wait for a `connect` begun on the socket. Raises OSError when it failed."""
+        self.writable = False
+        while not self.writable:
+            await self._sleep()
+        error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, "connect failed")
+
+    async def _sleep(self) -> None:
+        assert self.sleeper is not None, "a line without a sleeper cannot wait"
+        await self.sleeper.sleep()
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the socket. What the kernel holds is still sent; unread input makes it a reset. Harmless when repeated."""
+        if not self.closed:
+            self.closed = True
+            self.poller.remove(self)
+            self.sock.close()
+
+    def abort(self) -> None:
+        """Close with a reset, so that the peer cannot take what it has got for the whole."""
+        if not self.closed:
+            with contextlib.suppress(OSError):
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            Line.close(self)
+
+
+_NO_LINGER = struct.pack("ii", 1, 0)

@@ -1,0 +1,154 @@
+"""TLS over a line: the same two non-blocking calls, with the encryption in between."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+
+from ..nursery.sleeper import Sleeper
+from .line import READ_BYTES, Line, Poller
+
+MAX_HELD_BYTES = 262144
+"""Ciphertext that may wait for the socket before `try_send` takes no more plaintext."""
+
+
+def server_context(certificate: str, key: str) -> ssl.SSLContext:
+    """A context that serves the certificate chain in `certificate` with the key in `key`. Raises OSError, ssl.SSLError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificate, key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def client_context() -> ssl.SSLContext:
+    """A context that trusts certifi's roots, or those of SSL_CERT_FILE where it is set: the host's own folder is not
+    asked, since a node laid out unlike the builder would give no root at all, without an error."""
+    import certifi
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(_environment_roots() or certifi.where())
+    return context
+
+
+def _environment_roots() -> str:
+    import os
+
+    return os.environ.get("SSL_CERT_FILE", "")
+
+
+class TlsLine(Line):
+    """A line whose bytes are encrypted. Call `handshake` first; every Line method then means plaintext."""
+
+    __slots__ = ("_ended", "_held", "_incoming", "_outgoing", "_tls")
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        poller: Poller,
+        context: ssl.SSLContext,
+        sleeper: Sleeper | None = None,
+        *,
+        server_side: bool,
+        server_hostname: str | None = None,
+    ) -> None:
+        super().__init__(sock, poller, sleeper)
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side, server_hostname=server_hostname)
+        self._held = memoryview(b"")
+        self._ended = False
+
+    async def handshake(self) -> None:
+        """Raises ssl.SSLError, OSError (also when the peer leaves in the middle), or the reason of a cut."""
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                await self.flush()
+                while not self._pull():
+                    if self._ended:
+                        raise ConnectionResetError("the peer left during the TLS handshake") from None
+                    await self._sleep()
+            except ssl.SSLError:
+                # the alert tells the peer why; it may be gone already
+                with contextlib.suppress(OSError):
+                    self._push()
+                raise
+            else:
+                await self.flush()
+                return
+
+    def try_recv(self) -> bytes | None:
+        while True:
+            try:
+                return self._tls.read(READ_BYTES)
+            except ssl.SSLWantReadError:
+                if not self._pull():
+                    return b"" if self._ended else None
+            except ssl.SSLZeroReturnError:
+                return b""
+            except ssl.SSLError as error:
+                raise ConnectionResetError(f"TLS: {error.reason}") from error
+
+    def try_send(self, data: bytes | memoryview) -> int:
+        self._push()
+        if len(self._held) > MAX_HELD_BYTES:
+            return 0
+        piece = data[:READ_BYTES]
+        if not piece:
+            return 0
+        try:
+            taken = self._tls.write(piece)
+        except ssl.SSLError as error:
+            raise BrokenPipeError(f"TLS: {error.reason}") from error
+        self._push()
+        return taken
+
+    async def send_all(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            sent = self.try_send(rest)
+            rest = rest[sent:]
+            if rest and self._held and not self.writable:
+                await self._sleep()
+        await self.flush()
+
+    async def flush(self) -> None:
+        self._push()
+        while self._held:
+            if not self.writable:
+                await self._sleep()
+            self._push()
+
+    def _pull(self) -> bool:
+        """Move ciphertext from the socket to TLS; False when there was none, with `_ended` set at the end of the stream."""
+        data = super().try_recv()
+        if data:
+            self._incoming.write(data)
+            return True
+        if data is not None and not self._ended:
+            self._ended = True
+            self._incoming.write_eof()
+        return False
+
+    def _push(self) -> None:
+        """Move ciphertext from TLS to the socket, as much as it takes."""
+        if self._outgoing.pending:
+            fresh = self._outgoing.read()
+            self._held = memoryview(bytes(self._held) + fresh) if self._held else memoryview(fresh)
+        while self._held:
+            sent = super().try_send(self._held)
+            if not sent:
+                return
+            self._held = self._held[sent:]
+
+    def close(self) -> None:
+        if not self.closed:
+            with contextlib.suppress(ssl.SSLError, OSError):
+                self._tls.unwrap()
+            with contextlib.suppress(OSError):
+                self._push()
+        super().close()
