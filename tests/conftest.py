@@ -1,0 +1,44 @@
+"""Fixtures that more than one area of tests uses."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engines.llama_engine import LlamaEngine
+    from tests.engines.tiny_gguf import TinyModels
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """The model with known text and its adapters, as files (`tests/engines/tiny_gguf.py` says what it answers)."""
+    # Imported here: numpy costs a tenth of a second that tests without an engine need not pay.
+    from tests.engines import tiny_gguf
+
+    return tiny_gguf.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def llama_engine(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaEngine]:
+    """A real llama.cpp server on the tiny model: alias `tiny`, 2 slots of 2048 tokens, metrics on, both adapters at 0.
+
+    Shared by the whole session, so a test must not stop it, and must leave its slots free.
+    """
+    if importlib.util.find_spec("xllamacpp") is None:
+        pytest.skip("xllamacpp is not installed (extra `demo`)")
+    from tests.engines.llama_engine import serving
+
+    adapters = ",".join(f"{path}:0" for path in tiny_models.adapters.values())
+    log = tmp_path_factory.mktemp("llama") / "stderr"
+    with serving(tiny_models, log, "--metrics", "--lora-scaled", adapters) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def llama_url(llama_engine: LlamaEngine) -> str:
+    """Address of `llama_engine`, without a trailing slash and without `/v1`."""
+    return llama_engine.url
