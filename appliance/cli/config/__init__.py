@@ -1,0 +1,28 @@
+"""Configuration: found, overlaid by the environment, structured, checked, shown and explained.
+
+Everything here is driven by the classes of `facts/settings.py`; no file of this package names a key, except the rules
+that compare keys with each other (`check.py`) and with what lies on disk (`files.py`).
+"""
+
+from __future__ import annotations
+
+from appliance.cli.config.example import example
+from appliance.cli.config.load import ConfigError, Loaded, admin_sockets, load
+from appliance.cli.config.places import Places, places
+from appliance.cli.config.reload import changes, keep_fixed
+from appliance.cli.config.show import Row, show, toml_value
+
+__all__ = [
+    "ConfigError",
+    "Loaded",
+    "Places",
+    "Row",
+    "admin_sockets",
+    "changes",
+    "example",
+    "keep_fixed",
+    "load",
+    "places",
+    "show",
+    "toml_value",
+]

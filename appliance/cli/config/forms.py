@@ -1,0 +1,163 @@
+"""Written forms of strings: each turns the text of a key into its value, or says what was expected.
+
+A form raises `Mismatch`; its message, where it has one, is more telling than the general expectation.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import attrs
+
+from appliance.cli.config.quote import UNPRINTABLE
+from appliance.facts.settings import Address, EngineUrl
+
+_HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*\.?", re.I)
+_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@%-]+)*")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*", re.I)
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class Mismatch(ValueError):
+    """A text that has not the form. The message, when there is one, completes "expected ..."."""
+
+
+@attrs.frozen
+class Form:
+    expected: str
+    parse: Callable[[str], Any]
+
+
+def address(text: str) -> Address:
+    """`localhost` is 127.0.0.1, without a look-up: an empty root file system has no /etc/hosts to find it in."""
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise Mismatch
+    if host.lower() == "localhost":
+        return Address("127.0.0.1", int(port))
+    try:
+        ip = ipaddress.ip_address(host[1:-1] if bracketed else host)
+    except ValueError:
+        raise Mismatch from None
+    if bracketed != (ip.version == 6):
+        raise Mismatch
+    return Address(str(ip), int(port))
+
+
+def engine_url(text: str) -> EngineUrl:
+    url = _split(text)
+    if url.username is not None or url.password is not None:
+        raise Mismatch("a URL without user name and password (an endpoint's key goes into api_key_file)")
+    if url.query or url.fragment or "?" in text or "#" in text:
+        raise Mismatch("a URL without ? and #")
+    path = url.path.rstrip("/")
+    path = path.removesuffix("/v1")
+    if not _PATH.fullmatch(path) or {".", ".."} & set(path.split("/")):
+        raise Mismatch("a URL whose path is plain and has no empty, . or .. part")
+    tls = url.scheme == "https"
+    return EngineUrl(tls, url.hostname or "", _port(url) or (443 if tls else 80), path)
+
+
+def web(text: str) -> str:
+    """A public address, without the trailing slash so that paths can be appended; "" stays."""
+    if not text:
+        return ""
+    url = _split(text)
+    if url.username is not None or url.query or url.fragment or "?" in text or "#" in text:
+        raise Mismatch("http:// or https:// with a host and no user name, ? or #")
+    return text.rstrip("/")
+
+
+def collector(text: str) -> str:
+    if text:
+        url = _split(text)
+        if url.query or url.fragment:
+            raise Mismatch("a URL without ? and #")
+    return text.rstrip("/")
+
+
+def origin(text: str) -> str:
+    """As browsers send it: lower case, without the scheme's own port. Other schemes are desktop applications'."""
+    scheme, _, rest = text.partition("://")
+    if not _SCHEME.fullmatch(scheme) or not rest or set(rest) & set("/?#@*\\ \t"):
+        raise Mismatch
+    url = _authority(urlsplit(text))
+    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
+    port = _port(url)
+    scheme = scheme.lower()
+    return f"{scheme}://{host}" + (f":{port}" if port and port != _DEFAULT_PORTS.get(scheme) else "")
+
+
+def network(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        if "host bits" in str(error):
+            network = ipaddress.ip_network(text, strict=False)
+            raise Mismatch(f"a network without host bits ({network}) or a single address") from None
+        raise Mismatch from None
+
+
+def name(text: str) -> str:
+    if not text or text != text.strip():
+        raise Mismatch
+    return text
+
+
+def _split(text: str) -> SplitResult:
+    """An http or https URL with a valid host. Spaces are refused first: `urlsplit` drops some of them silently."""
+    if re.search(r"\s", text) or UNPRINTABLE.search(text):
+        raise Mismatch
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        raise Mismatch from None
+    if url.scheme not in ("http", "https"):
+        raise Mismatch
+    return _authority(url)
+
+
+def _authority(url: SplitResult) -> SplitResult:
+    try:
+        host, _ = url.hostname, url.port
+        if host and ":" in host:
+            ipaddress.IPv6Address(host)
+        elif not host or not _HOST.fullmatch(host):
+            raise Mismatch
+        elif re.fullmatch(r"[0-9.]+", host):
+            ipaddress.IPv4Address(host)  # 10.0.0.256 is a fault, not the name of a machine
+    except ValueError:
+        raise Mismatch from None
+    if url.port == 0 or url.netloc.endswith(":"):
+        raise Mismatch("a port from 1 to 65535 after the colon")
+    return url
+
+
+def _port(url: SplitResult) -> int:
+    return url.port or 0
+
+
+FORMS: dict[str, Form] = {
+    "web": Form("http:// or https:// with a host", web),
+    "collector": Form("http:// or https:// with a host", collector),
+    "origin": Form('an origin such as "https://chat.example.org" (scheme, host, port if unusual, no path)', origin),
+    "network": Form('an address or a network such as "10.0.0.0/24"', network),
+    "name": Form("a name without spaces around it", name),
+    "file": Form("the path of a file", str),
+    "key_file": Form("the path of a file", str),
+    "socket": Form("the path of a Unix socket", str),
+}
+"""By the `form` of a key. Those in `PATHS` are made absolute before they come here; `files.py` opens the files."""
+
+TYPES: dict[type, Form] = {
+    Address: Form('a numeric address with a port, such as "0.0.0.0:6381" or "[::]:6381"', address),
+    EngineUrl: Form("http:// or https:// with a host", engine_url),
+}
+"""By the type of a key that is written as a string."""
+
+PATHS = ("file", "key_file", "socket")
