@@ -1,0 +1,39 @@
+"""What an attempt's end says about the endpoint."""
+
+from __future__ import annotations
+
+from ...facts.choice import Attempt, Outcome
+
+BACKPRESSURE_STATUSES = frozenset((429, 503, 529))
+"""529 is how Anthropic's API says that it is overloaded."""
+KEY_STATUSES = frozenset((401, 403))
+
+
+def of_status(status: int) -> Outcome:
+    """The class of an engine's complete answer.
+
+    401 and 403 are failures although they are 4xx: clients' credentials never reach an engine, so it is *our* key that
+    it refuses. As client faults they would let a replica with a wrong key refuse in a millisecond, look idle and win.
+    """
+    if status < 400:
+        return Outcome.SUCCESS
+    if status in BACKPRESSURE_STATUSES:
+        return Outcome.BACKPRESSURE
+    if status >= 500 or status in KEY_STATUSES:
+        return Outcome.FAILURE
+    return Outcome.NEUTRAL
+
+
+def classify(attempt: Attempt) -> Outcome:
+    """The class of an attempt, whatever its kind."""
+    match attempt.kind:
+        case "answer":
+            return of_status(attempt.status)
+        case "client_left":
+            return Outcome.NEUTRAL
+        case "error_event":
+            return of_status(attempt.status) if attempt.status >= 400 else Outcome.FAILURE
+        case "reset" | "closed" if attempt.reused and not attempt.answered:
+            # The engine closed an idle connection, as it may. Whether it lives, the fresh connection will tell.
+            return Outcome.NEUTRAL
+    return Outcome.FAILURE
