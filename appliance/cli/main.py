@@ -1,0 +1,75 @@
+"""`appliance`: the command that finds the other commands.
+
+Each mode imports only what it needs, so the table below names modules instead of importing them, and holds the one line
+that `appliance --help` shows for each: listing the commands must not import all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "sim": ("appliance.cli.sim:sim", "Run the built-in engine: vLLM's interface and timing, without a model."),
+    "version": ("appliance.cli.version:version", "Print the version."),
+}
+"""Name -> module:attribute of a click command, and its line in the list of commands."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup)
+def appliance() -> None:
+    """Turn a few machines into a private LLM service."""
+
+
+def main() -> None:
+    """Run one command and exit: 0 done, 1 refused or failed, 2 wrong usage. Errors are one line on stderr."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; its exit status. A command may return a status of its own."""
+    try:
+        status = appliance.main(arguments, prog_name="appliance", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "appliance"
+        _complain(f"{path}: {error.format_message()} See `{path} --help`.")
+        return error.exit_code
+    except click.ClickException as error:
+        _complain(f"appliance: {error.format_message()}")
+        return error.exit_code
+    except click.Abort:
+        _complain("appliance: interrupted")
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+def _complain(text: str) -> None:
+    click.echo(" ".join(text.split()), err=True)
+
+
+if __name__ == "__main__":
+    main()

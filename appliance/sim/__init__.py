@@ -1,0 +1,1 @@
+"""The built-in engine: honest about time and memory, obliging about misbehaviour, and without a model."""
