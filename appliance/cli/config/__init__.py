@@ -6,11 +6,11 @@ that compare keys with each other (`check.py`) and with what lies on disk (`file
 
 from __future__ import annotations
 
-from appliance.cli.config.example import example
-from appliance.cli.config.load import ConfigError, Loaded, admin_sockets, load
-from appliance.cli.config.places import Places, places
+from appliance.cli.config.example_file import example
+from appliance.cli.config.folders import Places, places
+from appliance.cli.config.loaded import ConfigError, Loaded, admin_sockets, load
 from appliance.cli.config.reload import changes, keep_fixed
-from appliance.cli.config.show import Row, show, toml_value
+from appliance.cli.config.rows import Row, show, toml_value
 
 __all__ = [
     "ConfigError",

@@ -92,7 +92,7 @@ def _aliases(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
 def _fallbacks(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
     """Names that nothing serves, names given twice, and loops, each told at the first model on it."""
     models = _models(settings, faulty)
-    by_alias = {alias: model.name for model in settings.models for alias in model.aliases}
+    by_alias = {alias: model.name for model in settings.models for alias in model.aliases if alias not in models}
     numbers = {model.name: i for i, model in reversed(list(enumerate(settings.models)))}
     chains = [[by_alias.get(name, name) for name in model.fallbacks] for model in settings.models]
     # With a name missing among those that are known, "unknown" might only mean that its own line is faulty.

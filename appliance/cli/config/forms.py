@@ -86,7 +86,7 @@ def origin(text: str) -> str:
     scheme, _, rest = text.partition("://")
     if not _SCHEME.fullmatch(scheme) or not rest or set(rest) & set("/?#@*\\ \t"):
         raise Mismatch
-    url = _authority(urlsplit(text))
+    url = _authority(text)
     host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
     port = _port(url)
     scheme = scheme.lower()
@@ -113,17 +113,16 @@ def _split(text: str) -> SplitResult:
     """An http or https URL with a valid host. Spaces are refused first: `urlsplit` drops some of them silently."""
     if re.search(r"\s", text) or UNPRINTABLE.search(text):
         raise Mismatch
-    try:
-        url = urlsplit(text)
-    except ValueError:
-        raise Mismatch from None
+    url = _authority(text)
     if url.scheme not in ("http", "https"):
         raise Mismatch
-    return _authority(url)
+    return url
 
 
-def _authority(url: SplitResult) -> SplitResult:
+def _authority(text: str) -> SplitResult:
+    """A URL of any scheme whose host and port are valid."""
     try:
+        url = urlsplit(text)
         host, _ = url.hostname, url.port
         if host and ":" in host:
             ipaddress.IPv6Address(host)

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from appliance.cli.config.forms import TYPES
+from appliance.cli.config.quote import got
 from appliance.cli.config.schema import Field, every_key, fields_of, not_yet
 from appliance.facts.errors import Fault
 from appliance.facts.settings import Settings
@@ -50,7 +51,8 @@ def overlay(environ: Mapping[str, str]) -> tuple[list[Layer], list[Fault]]:
             try:
                 layers.append(Layer(path, read(environ[variable], field), f"environment {variable}"))
             except tomllib.TOMLDecodeError as error:
-                faults.append(Fault(variable, f"expected TOML: {error}"))
+                why = re.sub(r" \(at .*\)$", "", str(error))  # the place counts from text that is not the operator's
+                faults.append(Fault(variable, f"expected TOML, got {got(environ[variable])}: {why}"))
     return sorted(layers, key=lambda layer: len(layer.path)), faults
 
 

@@ -7,19 +7,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters and lone surrogates: a terminal obeys the former, and no encoder takes the latter."""
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Control characters, line breaks and lone surrogates: terminals and log readers obey the former, and no encoder takes
+the last."""
 
 _LONGEST = 80
 
 
 def toml_value(value: object) -> str:
-    """One line of TOML. Floats keep their point, so that they are floats when read again."""
+    """One line of TOML that any terminal shows as it is. Floats keep their point, so that they are read as floats."""
     match value:
         case bool():
             return "true" if value else "false"
         case str():
-            return UNPRINTABLE.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(value, ensure_ascii=False))
+            return "".join(map(_shown, json.dumps(value, ensure_ascii=False)))
         case int() | float():
             return repr(value)
         case list() | tuple():
@@ -28,6 +29,10 @@ def toml_value(value: object) -> str:
             return f"{{ {', '.join(f'{k} = {toml_value(v)}' for k, v in value.items())} }}" if value else "{}"
         case _:
             return toml_value(str(value))
+
+
+def _shown(char: str) -> str:
+    return char if char.isprintable() else f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
 
 
 def got(value: Any) -> str:

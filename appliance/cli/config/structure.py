@@ -153,7 +153,8 @@ def expected(field: Field) -> str:
     """What one value of the field must be, in words that follow "expected"."""
     key = field.key
     if key.choices:
-        return " or ".join(map(toml_value, key.choices))
+        words = [toml_value(choice) for choice in key.choices]
+        return " or ".join([", ".join(words[:-1]), words[-1]])
     if field.type is bool:
         return "true or false"
     if field.type in (int, float):

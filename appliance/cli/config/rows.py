@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from appliance.cli.config.load import Loaded
+from appliance.cli.config.loaded import Loaded
 from appliance.cli.config.quote import masked, toml_value
 from appliance.cli.config.schema import leaves
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.cli.config.quote import toml_value
+from appliance.cli.config.rows import plain
 from appliance.cli.config.schema import Field, fields_of
-from appliance.cli.config.show import plain
 from appliance.facts.settings import Settings
 
 _HEAD = """\

@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 
 FILE_NAME = "appliance.toml"
+MACHINE_FILE = f"/etc/appliance/{FILE_NAME}"
 
 
 @attrs.frozen
@@ -28,13 +29,12 @@ def places(environ: Mapping[str, str], uid: int | None = None) -> Places:
     database, which an empty root file system does not have.
     """
     uid = os.geteuid() if uid is None else uid
-    machine = f"/etc/appliance/{FILE_NAME}"
     if uid == 0:
-        config_files: tuple[str, ...] = (machine,)
+        config_files: tuple[str, ...] = (MACHINE_FILE,)
         state, runtime = "/var/lib/appliance", "/run/appliance"
     else:
         config = _xdg(environ, "XDG_CONFIG_HOME", ".config")
-        config_files = (f"{config}/appliance/{FILE_NAME}", machine) if config else (machine,)
+        config_files = (f"{config}/appliance/{FILE_NAME}", MACHINE_FILE) if config else (MACHINE_FILE,)
         home = _xdg(environ, "XDG_STATE_HOME", ".local/state")
         state = f"{home}/appliance" if home else ""
         run = _absolute(environ, "XDG_RUNTIME_DIR")

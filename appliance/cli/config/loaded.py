@@ -13,8 +13,8 @@ import attrs
 
 from appliance.cli.config.check import check
 from appliance.cli.config.files import check_files
+from appliance.cli.config.folders import Places, places
 from appliance.cli.config.overlay import Layer, lay, overlay
-from appliance.cli.config.places import Places, places
 from appliance.cli.config.schema import leaves
 from appliance.cli.config.structure import Walk
 from appliance.facts.errors import Fault
