@@ -13,8 +13,9 @@ import pytest
 from appliance.cli.config import example, load, show, toml_value
 from appliance.cli.config.example_file import doc
 from appliance.cli.config.schema import Field, every_key, fields_of
+from appliance.cli.config.structure import Walk
 from appliance.facts.endpoint import Endpoint
-from appliance.facts.settings import NOT_YET, EndpointEntry, Model, Settings
+from appliance.facts.settings import NOT_YET, EndpointEntry, Model, Settings, about
 
 DOCS = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -72,6 +73,38 @@ def test_the_example_uncommented_holds_every_key_and_loads_to_the_defaults(tmp_p
     bare = load(None, {}, uid=0).settings
     assert attrs.evolve(settings, endpoints=(), models=(), server=bare.server) == bare
     assert attrs.evolve(settings.server, admin_socket=bare.server.admin_socket) == bare.server
+
+
+@attrs.frozen
+class Lane:
+    name: str = attrs.field(metadata=about("Its name.", form="name", example="fast"))
+    width: float = attrs.field(default=1.0, metadata=about("How wide.", above=0))
+    signs: tuple[str, ...] = attrs.field(default=(), metadata=about("What stands there."))
+
+
+@attrs.frozen
+class Road:
+    tolls: bool = attrs.field(default=False, metadata=about("Whether one pays."))
+    lanes: tuple[Lane, ...] = attrs.field(
+        default=(Lane("left", 2.0), Lane("right", signs=("slow",))), metadata=about("Left to right.", minimum=1)
+    )
+
+
+@attrs.frozen
+class Map:
+    road: Road = attrs.field(factory=Road, metadata=about("A road."))
+
+
+def test_a_list_with_default_entries_is_shown_and_read_whole() -> None:
+    """The shape of a section to come: entries that stand there until the operator writes others."""
+    whole = tomllib.loads(re.sub(r"^#(?! )", "", example(Map), flags=re.M))
+    walk = Walk(lambda _: "/")
+    assert walk.section(Map, whole, "") == walk.section(Map, {}, "") == Map()
+    assert whole["road"]["lanes"][0] == {"name": "left", "width": 2.0, "signs": []}
+    assert walk.section(Map, {"road": {"lanes": [{"name": "only"}]}}, "").road.lanes == (Lane("only"),)
+    assert walk.faults == []
+    assert walk.section(Map, {"road": {"lanes": []}}, "") == Map()
+    assert list(map(str, walk.faults)) == ["road.lanes: expected at least 1: tables ([[road.lanes]])"]
 
 
 def test_every_line_of_the_example_fits_a_terminal() -> None:

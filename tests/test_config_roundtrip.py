@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.cli.config import ConfigError, changes, example, keep_fixed, load, show, toml_value
@@ -19,6 +19,9 @@ from appliance.cli.config.forms import Mismatch, address, engine_url, origin
 from appliance.cli.config.schema import Field, fields_of, leaves
 from appliance.cli.config.structure import Walk
 from appliance.facts.settings import Address, EngineUrl, Settings
+
+untimed = settings(deadline=None)
+"""A shared machine stalls now and then, which says nothing about the code."""
 
 FOLDER = tempfile.TemporaryDirectory()
 KEY_FILE = Path(FOLDER.name, "key")
@@ -142,6 +145,7 @@ def accepted(document: Mapping[str, Any]) -> Any:
     return load_text(text_of(cleaned))
 
 
+@untimed
 @given(DOCUMENTS)
 def test_what_is_shown_can_be_loaded_again(document: dict[str, Any]) -> None:
     first = accepted(document)
@@ -152,6 +156,7 @@ def test_what_is_shown_can_be_loaded_again(document: dict[str, Any]) -> None:
     assert {row.origin for row in show(again) if row.value is not None} == {"file"}
 
 
+@untimed
 @given(DOCUMENTS)
 def test_what_is_shown_can_be_given_by_the_environment(document: dict[str, Any]) -> None:
     first = accepted(document)
@@ -172,6 +177,7 @@ def test_what_is_shown_can_be_given_by_the_environment(document: dict[str, Any])
     )
 
 
+@untimed
 @given(DOCUMENTS, DOCUMENTS)
 def test_changes_are_empty_exactly_when_nothing_differs(one: dict[str, Any], other: dict[str, Any]) -> None:
     old, new = accepted(one).settings, accepted(other).settings
@@ -196,6 +202,7 @@ JUNK = st.recursive(
 )
 
 
+@untimed
 @given(
     st.dictionaries(
         st.sampled_from([field.name for field in fields_of(Settings)]) | st.text(max_size=5), JUNK, max_size=4
@@ -204,12 +211,12 @@ JUNK = st.recursive(
 def test_no_document_breaks_the_loader(document: dict[str, Any]) -> None:
     """Any shape in any place gives faults that fit on a line each, or settings."""
     walk = Walk(lambda _: "/")
-    settings = walk.settings(document)
-    assert isinstance(settings, Settings)
+    assert isinstance(walk.settings(document), Settings)
     for fault in walk.faults:
         assert str(fault).isprintable() and len(str(fault)) < 300
 
 
+@untimed
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda raw: raw.decode("utf-8", "surrogateescape")))
 def test_no_variable_breaks_the_loader(text: str) -> None:
     names = (
@@ -227,6 +234,7 @@ def test_no_variable_breaks_the_loader(text: str) -> None:
             assert error.faults
 
 
+@untimed
 @given(st.text(st.sampled_from("htps:/[]@.?#%v1aZ0 \\-*"), max_size=25).map(lambda rest: f"http://{rest}"))
 def test_an_engine_url_is_read_alike_when_written_again(text: str) -> None:
     try:
@@ -238,6 +246,7 @@ def test_an_engine_url_is_read_alike_when_written_again(text: str) -> None:
     assert not re.search(r"[@?#\s\\]", url.host + url.base)
 
 
+@untimed
 @given(st.text(st.sampled_from("0123456789abf:.[]%localhost"), max_size=25))
 def test_an_address_is_read_alike_when_written_again(text: str) -> None:
     try:
@@ -247,6 +256,7 @@ def test_an_address_is_read_alike_when_written_again(text: str) -> None:
     assert address(str(read)) == read
 
 
+@untimed
 @given(st.text(st.sampled_from("htps:/[]@.?#ABz018443"), max_size=20).map(lambda rest: f"https://{rest}"))
 def test_an_origin_is_read_alike_when_written_again(text: str) -> None:
     try:
@@ -256,6 +266,7 @@ def test_an_origin_is_read_alike_when_written_again(text: str) -> None:
     assert origin(read) == read == read.lower()
 
 
+@untimed
 @given(
     st.recursive(
         st.booleans()

@@ -15,22 +15,28 @@ _HEAD = """\
 """
 
 
-def example() -> str:
+def example(cls: type = Settings) -> str:
     """TOML in which every key is commented out; taking the "#" off every line where no space follows makes it whole."""
-    return _HEAD + "".join(_section(field, field.name, "") for field in fields_of(Settings))
+    return _HEAD + "".join(_section(field, field.name, "") for field in fields_of(cls))
 
 
 def _section(section: Field, path: str, mark: str) -> str:
-    """A section with its keys first: in TOML, a key after the header of an inner table would belong to that one."""
-    repeated = section.shape == "tables"
-    mark = "#" if repeated else mark
-    header = f"[[{path}]]" if repeated else f"[{path}]"
-    lines = ["", f"# {section.key.doc}", mark + header]
+    """A section, or each entry that its list has by default, and one where it has none."""
+    if section.shape == "table":
+        return f"\n# {section.key.doc}\n{mark}[{path}]\n" + _keys(section, path, mark)
+    entries = [f"#[[{path}]]\n" + _keys(section, path, "#", entry) for entry in section.default or (None,)]
+    return f"\n# {section.key.doc}\n" + "\n".join(entries)
+
+
+def _keys(section: Field, path: str, mark: str, entry: object = None) -> str:
+    """The keys before the inner sections: a key after the header of an inner table would belong to that one."""
+    text = ""
     for field in fields_of(section.type):
         if field.shape in ("list", "value"):
-            lines += [f"# {doc(field)}", f"#{field.name} = {toml_value(example_value(field))}"]
+            value = example_value(field) if entry is None else plain(getattr(entry, field.name))
+            text += f"# {doc(field)}\n#{field.name} = {toml_value(value)}\n"
     inner = [field for field in fields_of(section.type) if field.shape in ("table", "tables")]
-    return "\n".join(lines) + "\n" + "".join(_section(field, f"{path}.{field.name}", mark) for field in inner)
+    return text + "".join(_section(field, f"{path}.{field.name}", mark) for field in inner)
 
 
 def doc(field: Field) -> str:

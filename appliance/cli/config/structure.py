@@ -42,10 +42,11 @@ class Walk:
 
     def settings(self, document: dict[str, Any], **fixed: Any) -> Settings:
         """The settings of a document; usable only when no fault was found."""
-        settings: Settings = self._section(Settings, document, "", fixed)
+        settings: Settings = self.section(Settings, document, "", fixed)
         return settings
 
-    def _section(self, cls: type, table: dict[str, Any], prefix: str, fixed: dict[str, Any] | None = None) -> Any:
+    def section(self, cls: type, table: dict[str, Any], prefix: str, fixed: dict[str, Any] | None = None) -> Any:
+        """One table as an instance of `cls`, or of what its `build` makes; `fixed` are fields that are no keys."""
         fields = {field.name: field for field in fields_of(cls)}
         for name in table:
             if name not in fields:
@@ -70,7 +71,7 @@ class Walk:
     def _field(self, field: Field, table: dict[str, Any], path: str) -> Any:
         if field.name not in table:
             if field.shape == "table":
-                return self._section(field.type, {}, f"{path}.")
+                return self.section(field.type, {}, f"{path}.")
             if field.required:
                 self.faults.append(Fault(path, f"missing; expected {expected(field)}"))
                 return self._placeholder(field)
@@ -80,12 +81,15 @@ class Walk:
             case "table":
                 if not isinstance(raw, dict):
                     self._fault(path, f"a table ([{path}])", raw)
-                return self._section(field.type, raw if isinstance(raw, dict) else {}, f"{path}.")
+                return self.section(field.type, raw if isinstance(raw, dict) else {}, f"{path}.")
             case "tables":
                 if not isinstance(raw, list) or not all(isinstance(entry, dict) for entry in raw):
                     self._fault(path, f"a list of tables ([[{path}]])", raw)
-                    return ()
-                return tuple(self._section(field.type, entry, f"{path}[{i}].") for i, entry in enumerate(raw))
+                    return field.default
+                if field.key.minimum is not None and len(raw) < field.key.minimum:
+                    self.faults.append(Fault(path, f"expected at least {field.key.minimum:g}: tables ([[{path}]])"))
+                    return field.default
+                return tuple(self.section(field.type, entry, f"{path}[{i}].") for i, entry in enumerate(raw))
             case "list":
                 self.given.add(path)
                 return self._list(field, raw, path)
