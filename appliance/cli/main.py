@@ -12,6 +12,7 @@ from importlib import import_module
 import click
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("appliance.cli.serve:serve", "Run the router: one endpoint in front of all engines."),
     "sim": ("appliance.cli.sim:sim", "Run the built-in engine: vLLM's interface and timing, without a model."),
     "version": ("appliance.cli.version:version", "Print the version."),
 }

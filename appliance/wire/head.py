@@ -26,7 +26,16 @@ _REQUEST = re.compile(rb"[A-Z]{1,24} [!-~]+ HTTP/1\.[01]\r\n" + _FIELDS)
 _RESPONSE = re.compile(rb"HTTP/1\.[01] [1-9][0-9]{2}(?: [\t\x20-\x7e\x80-\xff]*)?\r\n" + _FIELDS)
 _HOST = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+;=:\[\]]*")
 _ONCE = frozenset(
-    (b"host", b"content-length", b"transfer-encoding", b"content-type", b"content-encoding", b"authorization", b"x-api-key", b"expect")
+    (
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"content-type",
+        b"content-encoding",
+        b"authorization",
+        b"x-api-key",
+        b"expect",
+    )
 )
 
 Fields = list[tuple[bytes, bytes]]
@@ -44,7 +53,19 @@ class BadHead(Exception):
 class RequestHead:
     """What a request's head says. `target` is in origin form; `path` is it without the query, percent-escapes kept."""
 
-    __slots__ = ("by_name", "chunked", "expects_continue", "fields", "keep_alive", "length", "method", "minor", "path", "query", "target")
+    __slots__ = (
+        "by_name",
+        "chunked",
+        "expects_continue",
+        "fields",
+        "keep_alive",
+        "length",
+        "method",
+        "minor",
+        "path",
+        "query",
+        "target",
+    )
 
     def __init__(self, method: bytes, target: bytes, minor: int, fields: Fields, by_name: dict[bytes, bytes]) -> None:
         self.method = method
@@ -155,7 +176,9 @@ def read_response(head: bytes, *, to_head_request: bool = False) -> ResponseHead
     if to_head_request or response.status in (204, 304) or response.status < 200:
         response.length = 0
         response.chunked = False
-    response.keep_alive = _keeps_alive(by_name.get(b"connection", b""), minor) and (response.chunked or response.length is not None)
+    response.keep_alive = _keeps_alive(by_name.get(b"connection", b""), minor) and (
+        response.chunked or response.length is not None
+    )
     return response
 
 

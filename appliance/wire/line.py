@@ -35,6 +35,7 @@ class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._lines: dict[int, Line] = {}
+        self._postponed: list[Line] = []
 
     def add(self, line: Line) -> None:
         self._lines[line.fd] = line
@@ -45,13 +46,25 @@ class Poller:
         if self._lines.pop(line.fd, None) is not None:
             self._epoll.unregister(line.fd)
 
+    def postpone(self, line: Line) -> None:
+        """Call the line's `on_news` again in the next round: it stopped before its socket was empty, so that others get
+        their turn, and an edge-triggered set will not report those bytes again."""
+        self._postponed.append(line)
+
     def __len__(self) -> int:
         return len(self._lines)
 
     async def run(self) -> NoReturn:
         poll, lines, fd = self._epoll.poll, self._lines, self._epoll.fileno()
         while True:
-            await trio.lowlevel.wait_readable(fd)
+            if self._postponed:
+                await trio.lowlevel.checkpoint()
+                postponed, self._postponed = self._postponed, []
+                for line in postponed:
+                    if line.on_news is not None and not line.closed:
+                        line.on_news()
+            else:
+                await trio.lowlevel.wait_readable(fd)
             for number, events in poll(0):
                 line = lines.get(number)
                 if line is not None:
@@ -70,7 +83,19 @@ class Line:
     still be read. `on_hang_up` is called once, before the wake, when that is first seen.
     """
 
-    __slots__ = ("_operations", "closed", "fd", "hung_up", "on_hang_up", "on_news", "poller", "readable", "sleeper", "sock", "writable")
+    __slots__ = (
+        "_operations",
+        "closed",
+        "fd",
+        "hung_up",
+        "on_hang_up",
+        "on_news",
+        "poller",
+        "readable",
+        "sleeper",
+        "sock",
+        "writable",
+    )
 
     def __init__(self, sock: socket.socket, poller: Poller, sleeper: Sleeper | None = None) -> None:
         sock.setblocking(False)
@@ -116,6 +141,14 @@ class Line:
         if len(data) < READ_BYTES and not self.hung_up:
             self.readable = False
         return data
+
+    def try_peek(self) -> bool:
+        """Whether bytes wait to be read, also after the peer broke off."""
+        try:
+            self.readable = bool(self.sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+        return self.readable
 
     def try_send(self, data: bytes | memoryview) -> int:
         """Hand over what the socket takes now; how many bytes that was. Raises OSError (BrokenPipeError, reset)."""
@@ -188,3 +221,15 @@ class Line:
 
 
 _NO_LINGER = struct.pack("ii", 1, 0)
+
+
+def keep_alive_probes(sock: socket.socket) -> None:
+    """A peer without power is noticed by probes after 20 s of silence, and by unacknowledged data after 15 s."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15000)

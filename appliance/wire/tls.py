@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 
@@ -57,7 +58,9 @@ class TlsLine(Line):
         super().__init__(sock, poller, sleeper)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side, server_hostname=server_hostname)
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, server_side=server_side, server_hostname=server_hostname
+        )
         self._held = memoryview(b"")
         self._ended = False
 
@@ -80,6 +83,16 @@ class TlsLine(Line):
             else:
                 await self.flush()
                 return
+
+    def news(self, events: int) -> None:
+        """What waited for room in the socket goes first: the task that wrote it may be waiting for something else by now."""
+        if self._held and events & select.EPOLLOUT:
+            self.writable = True
+            try:
+                self._push()
+            except OSError:
+                events |= select.EPOLLERR
+        super().news(events)
 
     def try_recv(self) -> bytes | None:
         while True:

@@ -1,0 +1,155 @@
+"""Listening sockets and the connections that come out of them.
+
+Two nurseries: the accept loops end first at a stop, the connections get until a deadline. A process out of file
+descriptors waits a moment between two tries; accepting in a tight loop would burn the core that is needed to end the
+connections that hold the descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable
+
+import structlog
+import trio
+
+from ..nursery.sleeper import Cut, Sleeper
+from ..wire.line import Line, Poller, keep_alive_probes
+from ..wire.tls import TlsLine
+from .buffers import Buffers
+from .connection import Connection, Limits, Site
+
+BACKLOG = 4096
+BACK_OFF_S = 0.1
+MOST_AT_ONCE = 64
+IDLE_AT_STOP_S = 5.0
+"""At a stop, how long a kept-alive connection may still bring its next request, which is then answered with
+`Connection: close`: a client that is about to send one does not run into a closed socket."""
+
+log = structlog.get_logger("door")
+
+
+class Listeners:
+    """The accept loops and connections of one site. Settings that can change live are plain attributes."""
+
+    def __init__(self, site: Site, poller: Poller, sleepers: set[Sleeper], limits: Limits, buffers: Buffers) -> None:
+        self.site = site
+        self.limits = limits
+        self.buffers = buffers
+        self.context: ssl.SSLContext | None = None
+        self.connections: set[Connection] = set()
+        self._poller = poller
+        self._sleepers = sleepers
+        self._idle_until = float("inf")
+
+    async def serve(
+        self,
+        sockets: Iterable[socket.socket],
+        stop: trio.Event,
+        drain_s: Callable[[], float],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Accept until `stop`, then wait for the connections, at most `drain_s()` seconds; what is left is cut."""
+        async with trio.open_nursery() as connections:
+            async with trio.open_nursery() as accepting:
+                for listener in sockets:
+                    accepting.start_soon(self._accept, listener, connections, name=f"accept {_name(listener)}")
+                task_status.started()
+                await stop.wait()
+                accepting.cancel_scope.cancel()
+            now = time.monotonic()
+            self._idle_until = now + IDLE_AT_STOP_S
+            for connection in self.connections:
+                connection.go_idle_until(self._idle_until)
+            connections.cancel_scope.deadline = trio.current_time() + drain_s()
+
+    async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
+        listener.setblocking(False)
+        short = False
+        while True:
+            await trio.lowlevel.wait_readable(listener)
+            for _ in range(MOST_AT_ONCE):
+                try:
+                    sock, address = listener.accept()
+                except BlockingIOError:
+                    break
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                        continue  # that client is gone already; the next may wait
+                    if not short:
+                        short = True
+                        log.error(
+                            "cannot accept connections",
+                            reason=error.strerror,
+                            next_step="raise the limit of open files (LimitNOFILE)",
+                        )
+                    await trio.sleep(BACK_OFF_S)
+                    break
+                if short:
+                    short = False
+                    log.info("accepting connections again")
+                nursery.start_soon(self._serve, sock, _peer(address), name="connection")
+            await trio.lowlevel.checkpoint()
+
+    async def _serve(self, sock: socket.socket, peer: str) -> None:
+        sleeper = Sleeper()
+        line: Line | None = None
+        self._sleepers.add(sleeper)
+        try:
+            keep_alive_probes(sock)
+            if self.context is None:
+                line = Line(sock, self._poller, sleeper)
+            else:
+                secure = TlsLine(sock, self._poller, self.context, sleeper, server_side=True)
+                line = secure
+                sleeper.arm(time.monotonic() + self.limits.head_s, "head_s")
+                await secure.handshake()
+                sleeper.disarm()
+            connection = Connection(line, sleeper, peer, self.site, self.limits, self.buffers)
+            self.connections.add(connection)
+            try:
+                await connection.serve()
+            finally:
+                self.connections.discard(connection)
+        except (OSError, ssl.SSLError, Cut):
+            return  # no connection came of it, and nobody is left to tell
+        finally:
+            self._sleepers.discard(sleeper)
+            if line is None:
+                sock.close()
+            else:
+                line.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # two listeners, one per family, must be able to share a port
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _peer(address: object) -> str:
+    if isinstance(address, tuple) and len(address) >= 2:
+        host, port = address[0], address[1]
+        return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+    return "local"
+
+
+def _name(listener: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        return _peer(listener.getsockname())
+    return "closed"

@@ -1,0 +1,344 @@
+"""One client's connection: heads and bodies in order, answers in the same order.
+
+    while the connection lives:
+        a head within `head_s` of its first byte          -> 408, 431, 400 and close
+        may it come in? (`Site.admit`, before any body)   -> a refusal
+        the body, whole, its size reserved beforehand     -> 408, 413, 503
+        the answer (`Site.answer`)                        -> bytes, or a refusal while nothing was sent
+
+The task of the connection does all of it. A client that leaves during an answer cuts the task's sleep with `Left`, and a
+FIN after the whole request counts as leaving (as in nginx and in Go's server): a client that half-closes its connection to
+say "that was all" would otherwise be indistinguishable from one that is gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import socket
+import time
+from typing import Protocol
+
+import attrs
+import structlog
+
+from ..facts.errors import Refusal
+from ..gateway.reply import ClientLeft, Left
+from ..nursery.sleeper import Cut, DeadlinePassed, Sleeper
+from ..wire import framing, head
+from ..wire.head import BadHead, RequestHead
+from ..wire.line import Line
+from .buffers import Buffers
+from .reply import HttpReply
+
+LINGER_S = 2.0
+"""How long unread input is thrown away after a refusal: closing at once would reset the connection, and the client might
+lose the refusal that it has not read yet."""
+SLOWEST_BODY_BYTES_PER_S = 4096
+"""A body may take `write_stall_s` plus its size at this rate; slower ones hold their reservation for nothing."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+log = structlog.get_logger("door")
+_process = secrets.token_hex(4).encode()
+_requests = itertools.count(1)
+
+
+@attrs.frozen
+class Limits:
+    """What a connection may take: seconds and bytes, named as in the configuration."""
+
+    head_s: float
+    keepalive_s: float
+    write_stall_s: float
+    max_body_bytes: int
+
+
+class Site(Protocol):
+    """What is served on a connection."""
+
+    draining: bool
+
+    def admit(self, head: RequestHead, reply: HttpReply, peer: str) -> object:
+        """Look at the head before any of the body is read; what is returned is handed to `answer`. Raises Refusal."""
+
+    async def answer(self, plan: object, head: RequestHead, body: bytes, reply: HttpReply) -> None:
+        """Answer. Raises Refusal while nothing was sent."""
+
+    def record(self, head: RequestHead | None, reply: HttpReply, peer: str, started: float) -> None:
+        """The request is over, whatever came of it."""
+
+
+class Connection:
+    """One accepted connection. `serve` runs until it ends, and closes the line."""
+
+    __slots__ = (
+        "_answering",
+        "_buffer",
+        "_buffers",
+        "_limits",
+        "_reserved",
+        "_sleeper",
+        "_unread",
+        "idle",
+        "line",
+        "peer",
+        "site",
+    )
+
+    def __init__(self, line: Line, sleeper: Sleeper, peer: str, site: Site, limits: Limits, buffers: Buffers) -> None:
+        self.line = line
+        self.peer = peer
+        self.site = site
+        self.idle = True
+        self._sleeper = sleeper
+        self._limits = limits
+        self._buffers = buffers
+        self._buffer = b""
+        self._reserved = 0
+        self._unread = False
+        self._answering = False
+        line.on_hang_up = self._hung_up
+
+    async def serve(self) -> None:
+        """Never raises but for Trio's cancellation."""
+        try:
+            while await self._serve_one():
+                self._unread = False
+            if self._unread:
+                await self._linger()
+        except (OSError, Cut, ClientLeft):
+            return  # the client is gone or silent: nobody is left to tell
+        finally:
+            self.line.on_hang_up = None
+            self.line.close()
+
+    def go_idle_until(self, due: float) -> None:
+        """A stop has begun: a connection that waits for its next request does so no longer than until `due`."""
+        if self.idle and due < self._sleeper.due:
+            self._sleeper.arm(due, "keepalive_s")
+
+    async def _serve_one(self) -> bool:
+        """One request; whether another may follow."""
+        limits = self._limits
+        request: RequestHead | None = None
+        reply: HttpReply | None = None
+        started = 0.0
+        try:
+            request = await self._head()
+            if request is None:
+                return False
+            started = time.monotonic()
+            keep = request.keep_alive and not self.site.draining
+            reply = HttpReply(self.line, self._sleeper, request.minor, keep, _request_id(request), limits.write_stall_s)
+            if request.method == b"HEAD":
+                reply.without_body()
+            plan = self.site.admit(request, reply, self.peer)
+            body = await self._body(request)
+            self._answering = True
+            if self.line.hung_up:
+                raise ClientLeft
+            await self.site.answer(plan, request, body, reply)
+        except BadHead as bad:
+            self._unread = True
+            code = "header_too_large" if bad.status == 431 else "bad_request"
+            reply = await self._refuse(reply, Refusal(bad.status, code, str(bad)), keep=False)
+        except DeadlinePassed as late:
+            if late.name != "head_s":
+                raise
+            self._unread = True
+            reply = await self._refuse(
+                reply, Refusal(408, "request_timeout", "the request came too slowly", retry_after_s=1), keep=False
+            )
+        except Refusal as refusal:
+            keep = not self._unread and self._skip_body(request)
+            self._unread = not keep
+            reply = await self._refuse(reply, refusal, keep=keep)
+        except (Cut, ClientLeft, OSError):
+            raise
+        except Exception:
+            log.exception(
+                "request failed inside the router",
+                request_id=reply.request_id.decode() if reply else "",
+                peer=self.peer,
+            )
+            if reply is not None and reply.started:
+                return False
+            self._unread = True
+            reply = await self._refuse(
+                reply, Refusal(500, "internal_error", "the router failed; its log names this request id"), keep=False
+            )
+        finally:
+            self._answering = False
+            self.idle = True
+            self._sleeper.disarm()
+            if self._reserved:
+                self._buffers.release(self._reserved)
+                self._reserved = 0
+            if reply is not None:
+                self.site.record(request, reply, self.peer, started)
+        if reply.broken:
+            self.line.abort()
+        return reply.keep_alive and reply.ended
+
+    # -- head and body -----------------------------------------------------------------------------------------------
+
+    async def _head(self) -> RequestHead | None:
+        """The next head, or None when the client is done."""
+        sleeper, limits = self._sleeper, self._limits
+        buffer = self._buffer
+        if buffer:
+            self._begin_head()
+        else:
+            sleeper.arm(time.monotonic() + (0.0 if self.site.draining else limits.keepalive_s), "keepalive_s")
+        while True:
+            if buffer:
+                end = head.parse_or_none(buffer)
+                if end >= 0:
+                    request = head.read_request(buffer[:end])
+                    self._buffer = buffer[end:]
+                    return request
+            data = await self.line.recv()
+            if not data:
+                if buffer:
+                    raise BadHead("the connection ended within a request header")
+                return None
+            if not buffer:
+                self._begin_head()
+                buffer = data
+            else:
+                buffer += data
+
+    def _begin_head(self) -> None:
+        self.idle = False
+        self._sleeper.arm(time.monotonic() + self._limits.head_s, "head_s")
+
+    async def _body(self, request: RequestHead) -> bytes:
+        """The whole body. Raises Refusal; then some of it may be unread."""
+        if not request.chunked:
+            length = request.length
+            if length == 0:
+                return b""
+            if length > self._limits.max_body_bytes:
+                raise self._too_large()
+            self._buffers.reserve(length)
+            self._reserved = length
+            buffer = self._buffer
+            if len(buffer) >= length:
+                self._buffer = buffer[length:]
+                return buffer[:length] if len(buffer) > length else buffer
+        self._unread = True
+        if request.expects_continue and not self._buffer:
+            await self.line.send_all(CONTINUE)
+        try:
+            body = await (self._chunked_body() if request.chunked else self._sized_body(length))
+        except DeadlinePassed:
+            raise Refusal(408, "request_timeout", "the request body came too slowly", retry_after_s=1) from None
+        self._unread = False
+        return body
+
+    async def _sized_body(self, length: int) -> bytes:
+        pieces = [self._buffer] if self._buffer else []
+        missing = length - len(self._buffer)
+        self._buffer = b""
+        begun = time.monotonic()
+        while missing > 0:
+            piece = await self._next_piece(begun, length - missing)
+            missing -= len(piece)
+            pieces.append(piece)
+        if missing:
+            # the client sent its next request right behind: that part waits
+            self._buffer = pieces[-1][missing:]
+            pieces[-1] = pieces[-1][:missing]
+        return b"".join(pieces)
+
+    async def _chunked_body(self) -> bytes:
+        cutter = framing.Chunked()
+        pieces: list[bytes] = []
+        size = 0
+        begun = time.monotonic()
+        data, self._buffer = self._buffer, b""
+        while True:
+            if data:
+                try:
+                    fresh = cutter.feed(data)
+                except framing.BadFraming as error:
+                    raise Refusal(400, "bad_request", f"malformed chunked body: {error}") from None
+                grown = sum(map(len, fresh))
+                if size + grown > self._limits.max_body_bytes:
+                    raise self._too_large()
+                self._buffers.reserve(grown)
+                self._reserved += grown
+                size += grown
+                pieces += fresh
+                if cutter.done:
+                    self._buffer = cutter.rest
+                    return b"".join(pieces)
+            data = await self._next_piece(begun, size)
+
+    async def _next_piece(self, begun: float, received: int) -> bytes:
+        self._sleeper.arm(begun + self._limits.write_stall_s + received / SLOWEST_BODY_BYTES_PER_S, "body")
+        piece = await self.line.recv()
+        if not piece:
+            raise ClientLeft
+        return piece
+
+    def _too_large(self) -> Refusal:
+        self._unread = True
+        limit = self._limits.max_body_bytes
+        return Refusal(
+            413,
+            "body_too_large",
+            f"the request body is larger than {limit} bytes (server.max_body_bytes)",
+            should_retry=False,
+        )
+
+    def _skip_body(self, request: RequestHead | None) -> bool:
+        """After a refusal at the head: whether the body could be passed over, so that the connection stays in step."""
+        if request is None or request.chunked or self._reserved:
+            return request is not None and self._reserved > 0
+        if request.length > len(self._buffer):
+            return False
+        self._buffer = self._buffer[request.length :]
+        return True
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    async def _refuse(self, reply: HttpReply | None, refusal: Refusal, *, keep: bool) -> HttpReply:
+        self._sleeper.disarm()
+        if reply is None:
+            reply = HttpReply(self.line, self._sleeper, 1, False, _fresh_id(), self._limits.write_stall_s)
+        reply.keep_alive = reply.keep_alive and keep
+        if reply.started:
+            reply.give_up()
+        else:
+            await reply.refuse(refusal)
+        return reply
+
+    async def _linger(self) -> None:
+        """Throw away what the client still sends, so that it can read the refusal before the connection ends."""
+        self._sleeper.arm(time.monotonic() + LINGER_S, "linger")
+        self.line.sock.shutdown(socket.SHUT_WR)
+        while await self.line.recv():
+            continue
+
+    def _hung_up(self) -> None:
+        if self._answering:
+            self._sleeper.cut(Left())
+
+
+def _request_id(request: RequestHead) -> bytes:
+    """The client's own id where it is harmless, else ours: a process prefix and a number, unique and no secret."""
+    given = request.by_name.get(b"x-request-id")
+    if (
+        given is not None
+        and 0 < len(given) <= 128
+        and given.isascii()
+        and given.decode().isprintable()
+        and b" " not in given
+    ):
+        return given
+    return _fresh_id()
+
+
+def _fresh_id() -> bytes:
+    return b"req-%b-%x" % (_process, next(_requests))

@@ -1,0 +1,208 @@
+"""What the public listener serves: the OpenAI-compatible routes, health, and the status document."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from .. import __version__
+from ..facts.call import ANYBODY, Ask, Call, Caller
+from ..facts.errors import Refusal
+from ..gateway.service import Gateway
+from ..wire.head import RequestHead
+from . import body as bodies
+from .reply import HttpReply
+from .routes import Found, Kind, find, forwarded_target
+
+log = structlog.get_logger("access")
+_NO_ASK = Ask()
+_PREFLIGHT_METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
+
+
+class Door:
+    """The site of the public listener. `configure` takes changed settings at any time.
+
+    `client_of` tells the address of the client behind a peer and its forwarding header (`trusted_proxies`).
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.draining = False
+        self.ready: Callable[[], bool] = lambda: True
+        self._origins: frozenset[bytes] = frozenset()
+        self._max_body_bytes = 0
+        self._access_log = False
+
+    def configure(self, cors_origins: tuple[str, ...], max_body_bytes: int, access_log: bool) -> None:
+        self._origins = frozenset(origin.encode() for origin in cors_origins)
+        self._max_body_bytes = max_body_bytes
+        self._access_log = access_log
+
+    # -- Site --------------------------------------------------------------------------------------------------------
+
+    def admit(self, head: RequestHead, reply: HttpReply, peer: str) -> Found:
+        if self._origins and b"origin" in head.by_name and head.path.startswith(b"/v1/"):
+            self._allow_origin(head, reply)
+        found = find(head)
+        reply.anthropic = found.route.anthropic
+        return found
+
+    async def answer(self, plan: object, head: RequestHead, body: bytes, reply: HttpReply) -> None:
+        assert isinstance(plan, Found)
+        match plan.kind:
+            case Kind.FORWARD:
+                await self._forward(plan, head, body, reply)
+            case Kind.STORED:
+                await self._stored(plan, head, body, reply)
+            case Kind.MODELS:
+                document = {"object": "list", "data": model_entries(self.gateway)}
+                await reply.whole(200, msgspec.json.encode(document))
+            case Kind.MODEL:
+                await reply.whole(200, msgspec.json.encode(self._model(plan.id)))
+            case Kind.HEALTH | Kind.STATUS:
+                await reply.whole(
+                    200,
+                    msgspec.json.encode(status_document(self.gateway, self.draining)),
+                    fields=[(b"cache-control", b"no-store")],
+                )
+            case Kind.READY:
+                await self._ready(reply)
+            case Kind.OPTIONS:
+                await self._options(head, reply)
+
+    def record(self, head: RequestHead | None, reply: HttpReply, peer: str, started: float) -> None:
+        if not self._access_log:
+            return
+        log.info(
+            "request",
+            client=peer,
+            method=head.method.decode() if head else "-",
+            path=head.path.decode("latin-1") if head else "-",
+            status=reply.status if reply.started else 499,
+            bytes=reply.sent_bytes,
+            seconds=round(time.monotonic() - started, 4) if started else 0.0,
+            request_id=reply.request_id.decode("latin-1"),
+        )
+
+    # -- routes --------------------------------------------------------------------------------------------------------
+
+    async def _forward(self, found: Found, head: RequestHead, body: bytes, reply: HttpReply) -> None:
+        headers = head.by_name
+        encoding = headers.get(b"content-encoding", b"")
+        if encoding or body.startswith(bodies.BOM):
+            body = bodies.expand(body, encoding, self._max_body_bytes)
+        content_type = headers.get(b"content-type", b"")
+        if content_type.lower().startswith(b"multipart/form-data"):
+            ask = bodies.read_multipart(body, content_type)
+        else:
+            ask = bodies.read_json(body)
+        call = Call(
+            reply.request_id,
+            head.method,
+            forwarded_target(head),
+            found.route,
+            headers,
+            body,
+            ask,
+            str(ask.model),
+            bytes(ask.stream) == b"true",
+            self._caller(head),
+            time.monotonic(),
+        )
+        await self.gateway.serve(call, reply)
+
+    async def _stored(self, found: Found, head: RequestHead, body: bytes, reply: HttpReply) -> None:
+        """To the endpoint that made the response; nobody else knows it."""
+        gateway = self.gateway
+        endpoint = gateway.table.responses.get(found.id)
+        member = gateway.table.members.get(endpoint)
+        names = [entry.name for entry in gateway.table.entries.values() if member in entry.members] if member else []
+        if member is None or not names:
+            shown = found.id[:100]
+            raise Refusal(
+                404,
+                "response_not_found",
+                f"no response {shown!r} was made through this router lately",
+                should_retry=False,
+            )
+        stream = b"stream=true" in head.query
+        call = Call(
+            reply.request_id, head.method, forwarded_target(head), found.route, head.by_name, body, _NO_ASK, names[0],
+            stream, self._caller(head), time.monotonic(),
+        )  # fmt: skip
+        await gateway.serve(call, reply, only=member.id)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        for entry in model_entries(self.gateway):
+            if entry["id"] == name:
+                return entry
+        raise self.gateway.table.unknown(name)
+
+    async def _ready(self, reply: HttpReply) -> None:
+        if self.draining:
+            raise Refusal(503, "draining", "this router is stopping", retry_after_s=5)
+        if not self.ready():
+            raise Refusal(503, "model_not_ready", "no endpoint is configured or answering yet", retry_after_s=1)
+        await reply.whole(200, b'{"status":"ready"}')
+
+    async def _options(self, head: RequestHead, reply: HttpReply) -> None:
+        """A preflight without a key: the browser sends none with it."""
+        fields = [(b"allow", _PREFLIGHT_METHODS)]
+        if reply.extra:
+            fields.append((b"access-control-allow-methods", _PREFLIGHT_METHODS))
+            asked = head.by_name.get(b"access-control-request-headers", b"")
+            if asked:
+                fields.append((b"access-control-allow-headers", asked))
+            fields.append((b"access-control-max-age", b"600"))
+        reply.start(204, fields, 0)
+        await reply.end()
+
+    def _allow_origin(self, head: RequestHead, reply: HttpReply) -> None:
+        origin = head.by_name[b"origin"]
+        if origin in self._origins:
+            reply.extra = (
+                b"access-control-allow-origin: %b\r\nvary: origin\r\n"
+                b"access-control-expose-headers: x-request-id, x-appliance-reason, retry-after\r\n" % origin
+            )
+
+    def _caller(self, head: RequestHead) -> Caller:
+        return ANYBODY
+
+
+def model_entries(gateway: Gateway) -> list[dict[str, Any]]:
+    """The list of models: the engine's own entry where it gave one, under every name that clients may ask for."""
+    entries = []
+    for name in gateway.table.available():
+        entry = gateway.table.find(name)
+        assert entry is not None
+        shown: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "appliance"}
+        for member in entry.members:
+            listed = gateway.listed.get(member.id, {}).get(entry.upstream_name(member))
+            if listed is not None:
+                shown = {**shown, **listed, "id": name, "owned_by": listed.get("owned_by") or "appliance"}
+                break
+        entries.append(shown)
+    return entries
+
+
+def status_document(gateway: Gateway, draining: bool) -> dict[str, Any]:
+    """`/healthz`, `/status.json` and `/`: what is served, and how it is."""
+    models = {}
+    for name, entry in sorted(gateway.table.entries.items()):
+        up = sum(member.up for member in entry.members)
+        models[name] = {
+            "ready": up > 0,
+            "endpoints": len(entry.members),
+            "endpoints_up": up,
+            "aliases": list(entry.aliases),
+        }
+    return {
+        "status": "draining" if draining else "ok",
+        "version": __version__,
+        "models": models,
+        "requests_running": len(gateway.books.live),
+    }

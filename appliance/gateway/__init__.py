@@ -1,0 +1,1 @@
+"""The request road behind the door: which endpoint, its connection, the relay, the books."""

@@ -1,0 +1,319 @@
+"""A stream of server-sent events on its way from an engine to a client.
+
+The head is held until the first event that is no comment, so that a failure before it is still an HTTP status. From then
+on the pump carries the bytes: called by the poller when the engine's socket has news, it reads, looks, and writes to the
+client's socket in the same breath, while the task that owns the stream sleeps. The task is woken when the stream ends, when
+the client does not take the bytes as fast as they come, or by a cut. So an event costs two system calls and the look.
+
+A stream is complete when the engine's own end for its route came (`data: [DONE]`, `response.completed`, `message_stop`).
+Anything else is a failure, told to the client by an error event and by a body that does not end properly.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from ..facts.call import DONE, Route
+from ..nursery.sleeper import Cut
+from ..wire import framing, sse
+from ..wire.head import ResponseHead
+from ..wire.line import Line
+from .reply import ClientLeft, Reply
+from .upstream import UpstreamFailed
+from .usage import Tally
+
+PUMP_TURNS = 8
+"""Reads from one engine's socket before the others get their turn."""
+
+
+class FirstEventIsError(Exception):
+    """The stream began with an error, and nothing has been passed on yet. `data` is the event's data."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__("the stream began with an error")
+        self.data = data
+
+
+class _Top(msgspec.Struct, gc=False):
+    """The part of an event's data that tells what it is."""
+
+    error: msgspec.Raw = msgspec.Raw(b"")
+    type: object = None
+
+
+_top = msgspec.json.Decoder(_Top)
+
+
+class Stream:
+    """The body of one event stream. Made by the relay once the response's head is known; used by one task.
+
+    `complete` tells that the engine's own end came, `error_seen` that an event said the request failed.
+    """
+
+    __slots__ = (
+        "_chunked", "_cutter", "_ends", "_ends_done", "_failure", "_idle_s", "_last_due", "_left", "_line", "_news", "_passes_framing", "_ping_s",
+        "_reply", "_spoke_at", "_stall_s", "_tally", "_unsent", "body_ended", "complete", "error_seen",
+    )  # fmt: skip
+
+    def __init__(
+        self, head: ResponseHead, line: Line, reply: Reply, route: Route, tally: Tally, *,
+        idle_s: float, total_due: float, ping_s: float, stall_s: float,
+    ) -> None:  # fmt: skip
+        self._line = line
+        self._reply = reply
+        self._ends = route.stream_ends
+        self._ends_done = route.stream_ends == (DONE,)
+        self._tally = tally
+        self._chunked = framing.Chunked(plain=True) if head.chunked else None
+        self._left = head.length  # None: until the connection ends
+        self._passes_framing = head.chunked and reply.chunked
+        self._cutter = sse.EventCutter()
+        self._idle_s = idle_s
+        self._last_due = total_due
+        self._ping_s = ping_s
+        self._stall_s = stall_s
+        self._spoke_at = 0.0
+        self._unsent: bytes | memoryview = b""
+        self._failure: Exception | None = None
+        self._news = False
+        self.body_ended = self._left == 0 and self._chunked is None
+        self.complete = False
+        self.error_seen = False
+
+    # -- the task's side ---------------------------------------------------------------------------------------------
+
+    async def first_event(self, data: bytes) -> bytes:
+        """Wait for the first complete event that is no comment; `data` is what came with the head.
+
+        Returns what is to be passed on. Raises FirstEventIsError, UpstreamFailed, or a cut.
+        """
+        held = self._take(data) if data else b""
+        while not self._tally.events and not self.complete:
+            if self.body_ended:
+                raise UpstreamFailed("closed", "the stream ended before its first event", sent=True, answered=True)
+            held += self._take(await self._recv())
+        return held
+
+    async def carry(self, held: bytes) -> None:
+        """Pass `held` on, then everything up to the end of the body. Raises UpstreamFailed, ClientLeft, or a cut."""
+        reply, sleeper = self._reply, self._reply.sleeper
+        await reply.send(held, framed=self._passes_framing)
+        self._touch(time.monotonic())
+        # bytes may go from socket to socket where the client gets them in the framing they come in
+        direct = reply.line is not None and (self._passes_framing or not reply.chunked)
+        sleeper.on_sweep = self._maybe_ping if self._passes_framing and direct else None
+        try:
+            while not self.body_ended:
+                if not direct:
+                    data = self._take(await self._recv())
+                    self._touch(time.monotonic())
+                    if data:
+                        await reply.send(data, framed=self._passes_framing)
+                    continue
+                await self._sleep_beside_the_pump()
+                if self._failure is not None:
+                    raise self._failure
+                if self._unsent:
+                    await self._push()
+        finally:
+            sleeper.on_sweep = None
+        await reply.end(framed=self._passes_framing)
+
+    async def tell(self, event: bytes) -> None:
+        """Say why the stream ends here, if an event may be put in at this place. Never raises: the client may be gone."""
+        reply = self._reply
+        inside_chunk = self._passes_framing and self._chunked is not None and not self._chunked.between
+        if self._cutter.pending or inside_chunk or self._unsent or not (reply.chunked or self._left is None):
+            return
+        reply.sleeper.disarm()
+        try:
+            await reply.send(event)
+        except (ClientLeft, Cut, OSError):
+            return
+
+    async def finish_for_engine(self) -> bool:
+        """The engine's end came, but not the body's: end the body properly if the framing stands where that is possible."""
+        if (
+            self._cutter.pending
+            or (self._chunked is not None and not self._chunked.between)
+            or self._unsent
+            or self._left
+        ):
+            return False
+        await self._reply.end()
+        return True
+
+    async def _sleep_beside_the_pump(self) -> None:
+        sleeper = self._reply.sleeper
+        self._news = False
+        self._line.on_news = self._pump
+        try:
+            self._pump()  # what came before the pump was set makes no news of its own
+            while not self._news:
+                await sleeper.sleep()
+        finally:
+            self._line.on_news = None
+
+    async def _recv(self) -> bytes:
+        try:
+            return await self._line.recv()
+        except OSError as error:
+            raise _reset(error) from None
+
+    async def _push(self) -> None:
+        """The client is slower than the engine: the engine waits, for as long as the client keeps taking something."""
+        client, sleeper = self._reply.line, self._reply.sleeper
+        assert client is not None
+        try:
+            while self._unsent:
+                sleeper.arm(time.monotonic() + self._stall_s, "write_stall_s")
+                self._unsent = self._unsent[client.try_send(self._unsent) :]
+                if self._unsent and not client.writable:
+                    await sleeper.sleep()
+        except OSError:
+            raise ClientLeft from None
+        self._touch(time.monotonic())
+
+    # -- the poller's side -------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Move what has come. Called by the poller, so it notes failures and wakes the task instead of raising."""
+        client, line = self._reply.line, self._line
+        assert client is not None
+        moved = False
+        for _ in range(PUMP_TURNS):
+            try:
+                data = line.try_recv()
+                if data is None:
+                    if moved:
+                        self._touch(time.monotonic())
+                    return
+                data = self._take(data)
+            except OSError as error:
+                return self._stop(_reset(error))
+            except (
+                Exception
+            ) as failure:  # whatever an engine's bytes provoke is this stream's failure, not the poller's
+                return self._stop(failure)
+            moved = True
+            try:
+                sent = client.try_send(data) if data else 0
+            except OSError:
+                return self._stop(ClientLeft())
+            if sent < len(data):
+                self._unsent = memoryview(data)[sent:]
+                return self._stop(None)
+            if self.body_ended:
+                return self._stop(None)
+        self._touch(time.monotonic())
+        line.poller.postpone(line)
+
+    def _stop(self, failure: Exception | None) -> None:
+        """The task's turn."""
+        self._failure = failure
+        self._news = True
+        self._line.on_news = None
+        self._reply.sleeper.wake()
+
+    def _maybe_ping(self, now: float) -> None:
+        """Called by the sweeper: keep a silent stream's connection known to the boxes in between."""
+        if now - self._spoke_at < self._ping_s or self._line.on_news is None or self._cutter.pending:
+            return
+        client = self._reply.line
+        if client is None or self._chunked is None or not self._chunked.between:
+            return
+        self._spoke_at = now
+        ping = framing.chunk(sse.PING)
+        try:
+            sent = client.try_send(ping)
+        except OSError:
+            return self._stop(ClientLeft())
+        if 0 < sent < len(ping):
+            self._unsent = memoryview(ping)[sent:]
+            self._stop(None)
+
+    # -- what both do --------------------------------------------------------------------------------------------------
+
+    def _take(self, data: bytes) -> bytes:
+        """Follow the framing, look at the events; returns what goes to the client. Raises UpstreamFailed, FirstEventIsError."""
+        chunked = self._chunked
+        if chunked is not None:
+            if not data:
+                raise UpstreamFailed("closed", "the stream broke off", sent=True, answered=True)
+            try:
+                pieces = chunked.feed(data)
+            except framing.BadFraming as error:
+                raise UpstreamFailed("garbage", f"malformed stream: {error}", sent=True, answered=True) from None
+            for piece in pieces:
+                for event in self._cutter.feed(piece):
+                    self._see(event)
+            if chunked.done:
+                self.body_ended = True
+                if chunked.rest:
+                    data = data[: -len(chunked.rest)]
+            return data if self._passes_framing else b"".join(pieces)
+        if not data:
+            if self._left is not None:
+                raise UpstreamFailed("closed", "the stream broke off", sent=True, answered=True)
+            self.body_ended = True
+            return b""
+        if self._left is not None:
+            data = data[: self._left]
+            self._left -= len(data)
+            self.body_ended = self._left == 0
+        for event in self._cutter.feed(data):
+            self._see(event)
+        return data
+
+    def _see(self, event: bytes) -> None:
+        """Look at one event: does it end the stream, does it tell a failure, what does it count?"""
+        if self._ends_done:
+            if b"[DONE]" in event and sse.data_of(event).strip() == b"[DONE]":
+                self.complete = True
+                return
+        elif self._ends and any(end.encode() in event for end in self._ends) and _type_of(event) in self._ends:
+            self.complete = True
+        if event[:1] in (b":", b"\n", b"\r") and sse.is_comment(event):
+            return
+        if (b'"error"' in event or b"error\n" in event or b"failed" in event) and _tells_failure(event):
+            if not self._tally.events:
+                raise FirstEventIsError(sse.data_of(event))
+            self.error_seen = True
+        self._tally.event(event, time.monotonic())
+
+    def _touch(self, now: float) -> None:
+        """Something moved: the silence starts again."""
+        self._spoke_at = now
+        due = now + self._idle_s
+        if due < self._last_due:
+            self._reply.sleeper.arm(due, "idle_s")
+        else:
+            self._reply.sleeper.arm(self._last_due, "stream_total_s")
+
+
+def _reset(error: OSError) -> UpstreamFailed:
+    return UpstreamFailed("reset", f"connection lost: {error.strerror or error}", sent=True, answered=True)
+
+
+def _type_of(event: bytes) -> str:
+    """The event's type: its `event:` field, else the `type` of its data."""
+    named = sse.type_of(event)
+    if named:
+        return named.decode("latin-1")
+    try:
+        return str(_top.decode(sse.data_of(event)).type)
+    except msgspec.MsgspecError:
+        return ""
+
+
+def _tells_failure(event: bytes) -> bool:
+    """Whether an event says that its request failed: a top-level error, or a type that means one."""
+    if sse.type_of(event) in (b"error", b"response.failed"):
+        return True
+    try:
+        top = _top.decode(sse.data_of(event))
+    except msgspec.MsgspecError:
+        return False
+    return bytes(top.error) not in (b"", b"null") or top.type in ("error", "response.failed")
