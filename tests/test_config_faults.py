@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
+import pty
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -155,6 +158,10 @@ ENDPOINT = '[[endpoints]]\nid = "a"\nurl = "http://10.0.0.5:8000/v1"\n'
         ),
         (
             "[[models]]\nname = 'm'\n[[models]]\nname = 'n'\naliases = ['m']",
+            'models[1].aliases: "m" shadows the model of that name (models[0].name)',
+        ),
+        (
+            "[[models]]\nname = 'm'\n[[models]]\nname = 'n'\naliases = ['m']\nfallbacks = ['m']",
             'models[1].aliases: "m" shadows the model of that name (models[0].name)',
         ),
         (
@@ -377,6 +384,33 @@ def test_certificates(tmp_path: Path) -> None:
     assert pair("", "a.key") == [
         "server.tls_cert: missing; expected the path of a file, since server.tls_key is set",
     ]
+
+
+def test_an_encrypted_key_asks_no_terminal_for_its_password(tmp_path: Path) -> None:
+    """A start from a shell would otherwise wait at a prompt, and one from a service manager would fail: two stories."""
+    certificate(tmp_path, "locked", b"secret")
+    file = tmp_path / "appliance.toml"
+    file.write_text("[server]\ntls_cert = 'locked.pem'\ntls_key = 'locked.key'")
+    ours, theirs = pty.openpty()
+    program = (
+        "import os, sys\n"
+        "from appliance.cli.config import ConfigError, load\n"
+        "os.open(sys.argv[1], os.O_RDWR)\n"  # the first terminal that the leader of a session opens is its own
+        "try: load(sys.argv[2], {}, uid=0)\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, os.ttyname(theirs), str(file)],
+        cwd=Path(__file__).parents[1],
+        stdin=theirs,
+        capture_output=True,
+        start_new_session=True,
+        timeout=60,
+        text=True,
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert ran.stdout.startswith("server.tls_key: expected a key in PEM without a password"), ran.stderr
 
 
 # loops, on random graphs
