@@ -9,7 +9,9 @@ import structlog
 
 
 def set_up(level: str, form: str) -> None:
-    """Configure structlog for this process. `level` and `form` as in `[logging]`; may be called again for a new level."""
+    """Configure structlog for this process. `level` and `form` as in `[logging]`; may be called again for a new
+    level.
+    """
     renderer: structlog.typing.Processor
     if form == "json":
         renderer = structlog.processors.JSONRenderer()
@@ -30,7 +32,9 @@ def set_up(level: str, form: str) -> None:
 
 
 class _Lines:
-    """A logger that writes lines to standard error and survives a closed one: a full disk behind it stops no request."""
+    """A logger that writes lines to standard error and survives a closed one: a full disk behind it stops no
+    request.
+    """
 
     def __init__(self, name: str = "appliance") -> None:
         self.name = name

@@ -1,7 +1,7 @@
 """Request bodies: expanded where they came compressed, and the few fields of them that the router reads.
 
-Whatever is read, the engine gets the body byte for byte. So a field that two readers could see differently is refused: a
-second top-level `model` or `stream`, of which msgspec takes the last and an engine might take the first.
+Whatever is read, the engine gets the body byte for byte. So a field that two readers could see differently is refused:
+a second top-level `model` or `stream`, of which msgspec takes the last and an engine might take the first.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def read_multipart(body: bytes, content_type: bytes) -> Ask:
 
 
 def _refuse_duplicates(body: bytes, ask: Ask) -> None:
-    # The long values are the conversation; what repeats in there is none of ours, and walking through megabytes token by
-    # token would hold everybody up. A `0` in its place is a value where it was one, and text where it was text.
+    # The long values are the conversation; what repeats in there is none of ours, and walking through megabytes token
+    # by token would hold everybody up. A `0` in its place is a value where it was one, and text where it was text.
     for raw in (ask.messages, ask.prompt, ask.input):
         value = bytes(raw)
         if len(value) > _LARGE_BYTES:

@@ -6,8 +6,9 @@ from ..facts.errors import Refusal
 
 
 class Buffers:
-    """A sum that is checked before a body is read: refusing at the head costs nothing, waiting half-read costs the memory
-    that was to be saved."""
+    """A sum that is checked before a body is read: refusing at the head costs nothing, waiting half-read costs the
+    memory that was to be saved.
+    """
 
     __slots__ = ("held_bytes", "limit_bytes")
 

@@ -6,9 +6,9 @@
         the body, whole, its size reserved beforehand     -> 408, 413, 503
         the answer (`Site.answer`)                        -> bytes, or a refusal while nothing was sent
 
-The task of the connection does all of it. A client that leaves during an answer cuts the task's sleep with `Left`, and a
-FIN after the whole request counts as leaving (as in nginx and in Go's server): a client that half-closes its connection to
-say "that was all" would otherwise be indistinguishable from one that is gone.
+The task of the connection does all of it. A client that leaves during an answer cuts the task's sleep with `Left`, and
+a FIN after the whole request counts as leaving (as in nginx and in Go's server): a client that half-closes its
+connection to say "that was all" would otherwise be indistinguishable from one that is gone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from .buffers import Buffers
 from .reply import HttpReply
 
 LINGER_S = 2.0
-"""How long unread input is thrown away after a refusal: closing at once would reset the connection, and the client might
-lose the refusal that it has not read yet."""
+"""How long unread input is thrown away after a refusal: closing at once would reset the connection, and the client
+might lose the refusal that it has not read yet.
+"""
 SLOWEST_BODY_BYTES_PER_S = 4096
 """A body may take `write_stall_s` plus its size at this rate; slower ones hold their reservation for nothing."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

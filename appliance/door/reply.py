@@ -30,14 +30,15 @@ class HttpReply:
     """
 
     __slots__ = (
-        "_head", "_no_body", "anthropic", "broken", "chunked", "ended", "extra", "keep_alive", "line", "minor", "request_id", "sent_bytes",
-        "sleeper", "stall_s", "started", "status",
+        "_head", "_line", "_no_body", "anthropic", "broken", "chunked", "ended", "extra", "keep_alive", "line", "minor",
+        "request_id", "sent_bytes", "sleeper", "stall_s", "started", "status",
     )  # fmt: skip
 
     def __init__(
         self, line: Line, sleeper: Sleeper, minor: int, keep_alive: bool, request_id: bytes, stall_s: float
     ) -> None:
-        self.line: Line = line
+        self.line: Line | None = line
+        self._line = line
         self.sleeper = sleeper
         self.minor = minor
         self.keep_alive = keep_alive
@@ -92,7 +93,7 @@ class HttpReply:
             return
         self.sent_bytes += len(data)
         try:
-            sent = self.line.try_send(data)
+            sent = self._line.try_send(data)
             if sent < len(data):
                 await self._send_rest(memoryview(data)[sent:])
         except OSError:
@@ -131,7 +132,7 @@ class HttpReply:
 
     async def _send_rest(self, rest: memoryview) -> None:
         """The client does not take bytes as fast as they come. It has `stall_s` for each piece it does take."""
-        sleeper, line = self.sleeper, self.line
+        sleeper, line = self.sleeper, self._line
         due, name = sleeper.due, sleeper.due_name
         while rest:
             sleeper.arm(time.monotonic() + self.stall_s, "write_stall_s")

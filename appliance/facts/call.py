@@ -16,9 +16,9 @@ DONE = "[DONE]"
 class Route:
     """What a path means to the gateway.
 
-    `stream_ends` is how the engine's own end of an event stream shows: `DONE` for `data: [DONE]`, otherwise the event types
-    that end it; empty where no end is defined and a clean end of the body is one. `anthropic` selects the error shape of
-    `/v1/messages`.
+    `stream_ends` is how the engine's own end of an event stream shows: `DONE` for `data: [DONE]`, otherwise the event
+    types that end it; empty where no end is defined and a clean end of the body is one. `anthropic` selects the error
+    shape of `/v1/messages`.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Ask(msgspec.Struct, gc=False):
     """The few fields of a request's body that are read. Everything else stays raw and reaches the engine byte for byte.
 
     A msgspec struct and not an attrs class because it is decoded straight from the body, which halves the cost of a
-    request's parsing. `model` is checked by the door and is a string afterwards; the rest is raw JSON, judged leniently:
-    a wrong type in a field that only the engine understands is the engine's to refuse.
+    request's parsing. `model` is checked by the door and is a string afterwards; the rest is raw JSON, judged
+    leniently: a wrong type in a field that only the engine understands is the engine's to refuse.
     """
 
     model: object = None
@@ -62,11 +62,11 @@ class Ask(msgspec.Struct, gc=False):
 class Call:
     """One request on its way through the gateway.
 
-    Written once by the door (or the playground) and only read afterwards. A plain class with slots: a frozen attrs class
-    of this width costs 3 microseconds to make, a twentieth of what a whole request may cost.
+    Written once by the door (or the playground) and only read afterwards. A plain class with slots: a frozen attrs
+    class of this width costs 3 microseconds to make, a twentieth of what a whole request may cost.
 
-    `method` and `target` go to the engine as they are; `headers` holds the request's fields by lower-case name. `model` is
-    the name asked for. `arrived` is in seconds of `time.monotonic`.
+    `method` and `target` go to the engine as they are; `headers` holds the request's fields by lower-case name. `model`
+    is the name asked for. `arrived` is in seconds of `time.monotonic`.
     """
 
     __slots__ = (

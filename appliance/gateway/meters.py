@@ -53,7 +53,9 @@ class ModelMeters:
 
 
 class Meters:
-    """All counters. `models` is by canonical name; a name that no configuration or endpoint knows counts as `UNKNOWN`."""
+    """All counters. `models` is by canonical name; a name that no configuration or endpoint knows counts as
+    `UNKNOWN`.
+    """
 
     UNKNOWN = "unknown"
 

@@ -27,9 +27,9 @@ class Record:
     wall-clock time. `outcome` is one of "running", "ok", "refused", "failed", "cut", "client left", "cancelled"."""
 
     __slots__ = (
-        "arrived", "attempts", "band", "began_at", "choices", "code", "dispatched_at", "ended_at", "endpoint", "estimated",
-        "first_byte_at", "model", "outcome", "queue_wait_s", "reason", "request_id", "route", "sleeper", "stream", "tally", "tenant",
-        "wanted",
+        "arrived", "attempts", "band", "began_at", "choices", "code", "dispatched_at", "ended_at", "endpoint",
+        "estimated", "first_byte_at", "model", "outcome", "queue_wait_s", "reason", "request_id", "route",
+        "sleeper", "stream", "tally", "tenant", "wanted",
     )  # fmt: skip
 
     def __init__(self, call: Call, sleeper: Sleeper) -> None:

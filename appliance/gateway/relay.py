@@ -1,7 +1,7 @@
 """One attempt: a request to one endpoint, and its answer to the client.
 
-Bytes go through as they are. What changes is written here: the hop's own header fields, an error body that is not in the
-shape clients understand, and an engine's refusal of *our* key, which is no fault of the caller's.
+Bytes go through as they are. What changes is written here: the hop's own header fields, an error body that is not in
+the shape clients understand, and an engine's refusal of *our* key, which is no fault of the caller's.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ TAIL_BYTES = 16384
 
 _NOT_FROM_ENGINES = frozenset(
     (
-        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
-        b"upgrade", b"server", b"set-cookie", b"content-length", b"x-request-id", b"x-appliance-reason", b"alt-svc",
-        b"strict-transport-security",
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer",
+        b"transfer-encoding", b"upgrade", b"server", b"set-cookie", b"content-length", b"x-request-id",
+        b"x-appliance-reason", b"alt-svc", b"strict-transport-security",
     )
 )  # fmt: skip
 _TO_ENGINES = (b"content-type", b"accept", b"traceparent", b"tracestate", b"user-agent")
@@ -44,7 +44,7 @@ _JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 
 @attrs.frozen
 class Promises:
-    """The deadlines of an exchange, in seconds; `stream_total_s` and `sse_ping_s` 0: none."""
+    """The deadlines of an exchange, in seconds; `stream_total_s` 0: none."""
 
     dial_s: float
     first_token_s: float
@@ -85,8 +85,9 @@ class Attempt:
         self, call: Call, body: bytes, upstream: Upstream, reply: Reply, promises: Promises, dispatched_at: float,
         answered: Callable[[float], None],
     ) -> None:  # fmt: skip
-        """`body` is what is sent (the call's own, or one with another model name); `answered` is called with the time at
-        which the first of the answer is passed on."""
+        """`body` is what is sent (the call's own, or one with another model name); `answered` is called with the
+        time at which the first of the answer is passed on.
+        """
         self._call = call
         self._body_bytes = body
         self._answered = answered
@@ -103,8 +104,8 @@ class Attempt:
     async def run(self, *, fresh: bool = False) -> int:
         """Send the request and pass its answer on; returns the status passed on. `fresh` forbids an idle connection.
 
-        Raises ErrorAnswer, FirstEventIsError, UpstreamFailed, ClientLeft, or a cut (a deadline, a lost endpoint). When it
-        raises, the connection is gone, so the engine sees that nobody waits any more.
+        Raises ErrorAnswer, FirstEventIsError, UpstreamFailed, ClientLeft, or a cut (a deadline, a lost endpoint). When
+        it raises, the connection is gone, so the engine sees that nobody waits any more.
         """
         sleeper, promises, call = self._reply.sleeper, self._promises, self._call
         now = time.monotonic()
@@ -169,9 +170,16 @@ class Attempt:
         promises, reply = self._promises, self._reply
         total_due = self.dispatched_at + promises.stream_total_s if promises.stream_total_s else float("inf")
         self.stream = stream = Stream(
-            head, line, reply, self._call.route, self.tally,
-            idle_s=promises.idle_s, total_due=total_due, ping_s=promises.sse_ping_s or float("inf"), stall_s=promises.write_stall_s,
-        )  # fmt: skip
+            head,
+            line,
+            reply,
+            self._call.route,
+            self.tally,
+            idle_s=promises.idle_s,
+            total_due=total_due,
+            ping_s=promises.sse_ping_s,
+            stall_s=promises.write_stall_s,
+        )
         if not self._call.stream:
             reply.sleeper.arm(self.dispatched_at + promises.first_token_s, "first_token_s")
         held = await stream.first_event(rest)

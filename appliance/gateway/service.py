@@ -33,8 +33,8 @@ from ..wire.line import Poller
 from . import record as books
 from .meters import Meters
 from .record import Books, Record
-from .relay import ErrorAnswer, Promises, error_event, shaped_error
 from .relay import Attempt as Try
+from .relay import ErrorAnswer, Promises, error_event, shaped_error
 from .reply import Cancelled, ClientLeft, EndpointLost, Left, Reply
 from .stream import FirstEventIsError
 from .upstream import Upstream, UpstreamFailed
@@ -61,7 +61,9 @@ class Gateway:
     # -- settings ------------------------------------------------------------------------------------------------------
 
     def configure(self, settings: Settings) -> Change:
-        """Take new settings. Members that survive keep their connections and live state; requests on removed ones run on."""
+        """Take new settings. Members that survive keep their connections and live state; requests on removed ones
+        run on.
+        """
         deadlines = settings.deadlines
         self.policy = Policy.of(settings.scheduling)
         self.promises = Promises(
@@ -104,8 +106,8 @@ class Gateway:
     async def serve(self, call: Call, reply: Reply, only: str = "") -> None:
         """Serve one call. `only` names the endpoint that must serve it, "" for any of its model.
 
-        Raises Refusal while nothing was sent, ClientLeft when there is nobody left to answer; otherwise the reply has been
-        ended or given up.
+        Raises Refusal while nothing was sent, ClientLeft when there is nobody left to answer; otherwise the reply has
+        been ended or given up.
         """
         record = Record(call, reply.sleeper)
         self.books.open(record)
@@ -180,10 +182,10 @@ class Gateway:
                     fresh = same
                     if not same:
                         member = None
-                case PassOn(fallback=fallback):
+                case PassOn():
                     assert held is not None
                     ended = held
-                case GiveUp(refusal=refusal, fallback=fallback):
+                case GiveUp(refusal=refusal):
                     if passed_on:
                         record.refused(refusal, "cut")
                         return None
@@ -204,8 +206,9 @@ class Gateway:
     async def _try(
         self, entry: Entry, member: Member, call: Call, reply: Reply, record: Record, fresh: bool, now: float
     ) -> tuple[Attempt | None, ErrorAnswer | None]:
-        """One attempt. (None, None): the client has its whole answer. Otherwise how it ended, and the engine's own error
-        answer where it gave one. Raises ClientLeft, Refusal (an operator's cancellation)."""
+        """One attempt. (None, None): the client has its whole answer. Otherwise how it ended, and the engine's own
+        error answer where it gave one. Raises ClientLeft, Refusal (an operator's cancellation).
+        """
         lease = member.begin(now)
         if not record.dispatched_at:
             record.dispatched_at = now

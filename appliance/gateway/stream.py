@@ -1,12 +1,14 @@
 """A stream of server-sent events on its way from an engine to a client.
 
-The head is held until the first event that is no comment, so that a failure before it is still an HTTP status. From then
-on the pump carries the bytes: called by the poller when the engine's socket has news, it reads, looks, and writes to the
-client's socket in the same breath, while the task that owns the stream sleeps. The task is woken when the stream ends, when
-the client does not take the bytes as fast as they come, or by a cut. So an event costs two system calls and the look.
+The head is held until the first event that is no comment, so that a failure before it is still an HTTP status. From
+then on the pump carries the bytes: called by the poller when the engine's socket has news, it reads, looks, and writes
+to the client's socket in the same breath, while the task that owns the stream sleeps. The task is woken when the stream
+ends, when the client does not take the bytes as fast as they come, or by a cut. So an event costs two system calls and
+the look.
 
-A stream is complete when the engine's own end for its route came (`data: [DONE]`, `response.completed`, `message_stop`).
-Anything else is a failure, told to the client by an error event and by a body that does not end properly.
+A stream is complete when the engine's own end for its route came (`data: [DONE]`, `response.completed`,
+`message_stop`). Anything else is a failure, told to the client by an error event and by a body that does not end
+properly.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ class Stream:
     """
 
     __slots__ = (
-        "_chunked", "_cutter", "_ends", "_ends_done", "_failure", "_idle_s", "_last_due", "_left", "_line", "_news", "_passes_framing", "_ping_s",
-        "_reply", "_spoke_at", "_stall_s", "_tally", "_unsent", "body_ended", "complete", "error_seen",
+        "_chunked", "_cutter", "_ends", "_ends_done", "_failure", "_idle_s", "_last_due", "_left", "_line",
+        "_news", "_passes_framing", "_ping_s", "_reply", "_spoke_at", "_stall_s", "_tally", "_unsent",
+        "body_ended", "complete", "error_seen",
     )  # fmt: skip
 
     def __init__(
@@ -122,7 +125,9 @@ class Stream:
         await reply.end(framed=self._passes_framing)
 
     async def tell(self, event: bytes) -> None:
-        """Say why the stream ends here, if an event may be put in at this place. Never raises: the client may be gone."""
+        """Say why the stream ends here, if an event may be put in at this place. Never raises: the client may be
+        gone.
+        """
         reply = self._reply
         inside_chunk = self._passes_framing and self._chunked is not None and not self._chunked.between
         if self._cutter.pending or inside_chunk or self._unsent or not (reply.chunked or self._left is None):
@@ -134,7 +139,9 @@ class Stream:
             return
 
     async def finish_for_engine(self) -> bool:
-        """The engine's end came, but not the body's: end the body properly if the framing stands where that is possible."""
+        """The engine's end came, but not the body's: end the body properly if the framing stands where that is
+        possible.
+        """
         if (
             self._cutter.pending
             or (self._chunked is not None and not self._chunked.between)
@@ -237,7 +244,9 @@ class Stream:
     # -- what both do --------------------------------------------------------------------------------------------------
 
     def _take(self, data: bytes) -> bytes:
-        """Follow the framing, look at the events; returns what goes to the client. Raises UpstreamFailed, FirstEventIsError."""
+        """Follow the framing, look at the events; returns what goes to the client. Raises UpstreamFailed,
+        FirstEventIsError.
+        """
         chunked = self._chunked
         if chunked is not None:
             if not data:

@@ -34,8 +34,8 @@ class UpstreamFailed(Exception):
     """An exchange with an endpoint broke.
 
     `kind` is "refused" (no connection), "reset" (broken off), "closed" (ended before its end) or "garbage" (not HTTP).
-    `sent` tells whether the whole request had been handed over, `answered` whether a byte had come back, `reused` whether
-    the connection had served before.
+    `sent` tells whether the whole request had been handed over, `answered` whether a byte had come back, `reused`
+    whether the connection had served before.
     """
 
     def __init__(
@@ -127,7 +127,9 @@ class Upstream:
         raise UpstreamFailed("refused", f"cannot connect to {self.endpoint.url}: {reason}")
 
     def drop_stale(self, now: float) -> None:
-        """Close what has been idle for too long; called by the sweeper, so that engines are not left holding sockets."""
+        """Close what has been idle for too long; called by the sweeper, so that engines are not left holding
+        sockets.
+        """
         idle = self._idle
         while idle and now - idle[0][0] > IDLE_S:
             idle.pop(0)[1].close()

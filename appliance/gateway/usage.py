@@ -1,7 +1,8 @@
 """What an answer used: tokens, as the engine counted them, and the times of its first and last content.
 
-The engine's own figures count, the last value wins. An answer that was cut, or whose engine publishes no usage, is charged
-for what can be seen: about four bytes of prompt a token, and a token per delivered event; it is marked `estimated`.
+The engine's own figures count, the last value wins. An answer that was cut, or whose engine publishes no usage, is
+charged for what can be seen: about four bytes of prompt a token, and a token per delivered event; it is marked
+`estimated`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Tally:
     """
 
     __slots__ = (
-        "answer_id", "cached_tokens", "completion_tokens", "content_events", "events", "first_content_at", "last_content_at",
-        "prompt_tokens", "reasoning_tokens", "reported", "wants_id",
+        "answer_id", "cached_tokens", "completion_tokens", "content_events", "events", "first_content_at",
+        "last_content_at", "prompt_tokens", "reasoning_tokens", "reported", "wants_id",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -113,7 +114,9 @@ class Tally:
             self.wants_id = False
 
     def _tail(self, data: bytes) -> None:
-        """Usage stands near the end of an event or a body, on some routes one level down; read the last one there is."""
+        """Usage stands near the end of an event or a body, on some routes one level down; read the last one there
+        is.
+        """
         at = data.rfind(b'"usage"')
         text = data[at + 7 : at + 7 + _TAIL_BYTES].decode("utf-8", "replace").lstrip(" \t\r\n:")
         if not text.startswith("{"):

@@ -1,16 +1,16 @@
 """Where one task sleeps until there is news, or until somebody cuts it with a reason.
 
 The request road has one task per connection and moves hundreds of thousands of events a minute, so what a task pays for
-waiting decides what a request costs. Measured on one core, Python 3.11, 64 pairs of sockets: `trio.lowlevel.wait_readable`
-6.2 microseconds a hop (two epoll_ctl calls each time), a sleeper woken by an edge-triggered poller 4.5, a cancel scope
-per request another 4.4. A sleeper replaces both: sockets wake it (`wire/line.py`), and deadlines, departed clients and
-lost endpoints cut it.
+waiting decides what a request costs. Measured on one core, Python 3.11, 64 pairs of sockets:
+`trio.lowlevel.wait_readable` 6.2 microseconds a hop (two epoll_ctl calls each time), a sleeper woken by an
+edge-triggered poller 4.5, a cancel scope per request another 4.4. A sleeper replaces both: sockets wake it
+(`wire/line.py`), and deadlines, departed clients and lost endpoints cut it.
 
 A cut is an exception that the sleeping task raises at its next or present `sleep`. Only the task itself raises, so no
 exception group reaches a caller, and the reason says who ended the wait. Trio's own cancellation works as everywhere.
 
-Deadlines: `arm(due, name)` is two assignments; the sweeper (`sweep`) looks at all sleepers a few times a second and cuts
-the overdue with `DeadlinePassed(name)`. A deadline is therefore late by at most one sweep, and costs no timer.
+Deadlines: `arm(due, name)` is two assignments; the sweeper (`sweep`) looks at all sleepers a few times a second and
+cuts the overdue with `DeadlinePassed(name)`. A deadline is therefore late by at most one sweep, and costs no timer.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ class BadFraming(Exception):
 class Chunked:
     """Cuts a chunked body into its payload.
 
-    `feed` returns the payload pieces in order. `done` is set when the last chunk and its trailers have been read; `rest`
-    holds what came after. `between` tells that the last byte fed ended a chunk, so that a chunk of our own may be put
-    in there. With `plain`, chunk extensions and trailers are refused: the bytes are passed on in this very framing, and
-    both are hop-by-hop, not ours to pass on. (Nobody sends them unasked: trailers want `TE: trailers`.)
+    `feed` returns the payload pieces in order. `done` is set when the last chunk and its trailers have been read;
+    `rest` holds what came after. `between` tells that the last byte fed ended a chunk, so that a chunk of our own may
+    be put in there. With `plain`, chunk extensions and trailers are refused: the bytes are passed on in this very
+    framing, and both are hop-by-hop, not ours to pass on. (Nobody sends them unasked: trailers want `TE: trailers`.)
     """
 
     __slots__ = ("_held", "_left", "_plain", "done", "rest")

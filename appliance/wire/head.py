@@ -2,9 +2,9 @@
 
 A head is taken whole: the caller finds its end (`HEAD_END`), then `read_request` or `read_response` judges it. One
 regular expression first refuses what two parsers could read differently (bare CR or LF, folding, control characters,
-spaces before a colon, anything but HTTP/1.0 and 1.1), then llhttp (httptools) cuts it into fields, then the framing rules
-are applied. httptools 0.9 alone accepts a missing or a second Host, HTTP/0.9, RTSP, transfer-encoding on HTTP/1.0 and
-`gzip, chunked`.
+spaces before a colon, anything but HTTP/1.0 and 1.1), then llhttp (httptools) cuts it into fields, then the framing
+rules are applied. httptools 0.9 alone accepts a missing or a second Host, HTTP/0.9, RTSP, transfer-encoding on HTTP/1.0
+and `gzip, chunked`.
 
 Framing after the head is not llhttp's: it has no pause, so a pipelined second request would be parsed before the first
 was answered. See `framing.py`.

@@ -1,10 +1,10 @@
 """Stream sockets of the request road, all watched by one edge-triggered epoll set.
 
 Trio's `wait_readable` arms and disarms a socket for every wait. Here a socket is registered once for its life, with all
-events, edge-triggered; the poller task waits (through Trio) on the epoll set itself and, per event, sets two flags on the
-line and either wakes the task that uses it or calls `on_news` right there. The second is what carries streams: while both
-sides are calm, an event goes from the engine's socket to the client's inside the poller (`gateway/stream.py`), and no task
-is woken for it.
+events, edge-triggered; the poller task waits (through Trio) on the epoll set itself and, per event, sets two flags on
+the line and either wakes the task that uses it or calls `on_news` right there. The second is what carries streams:
+while both sides are calm, an event goes from the engine's socket to the client's inside the poller
+(`gateway/stream.py`), and no task is woken for it.
 
 Edge-triggered means that a flag may only be cleared by seeing the socket empty (a short read) or full (EAGAIN).
 """
@@ -66,9 +66,9 @@ class Poller:
             else:
                 await trio.lowlevel.wait_readable(fd)
             for number, events in poll(0):
-                line = lines.get(number)
-                if line is not None:
-                    line.news(events)
+                watched = lines.get(number)
+                if watched is not None:
+                    watched.news(events)
 
     def close(self) -> None:
         """Close the set; the lines' sockets belong to their own users."""
@@ -79,8 +79,8 @@ class Line:
     """One non-blocking stream socket (TCP or Unix). Whoever made it closes it.
 
     `sleeper` is the task to wake on news; `on_news`, where set, is called instead, inside the poller: it must neither
-    block nor raise. `hung_up` tells that the peer has closed its side (a FIN, a reset, an error); what it sent before may
-    still be read. `on_hang_up` is called once, before the wake, when that is first seen.
+    block nor raise. `hung_up` tells that the peer has closed its side (a FIN, a reset, an error); what it sent before
+    may still be read. `on_hang_up` is called once, before the wake, when that is first seen.
     """
 
     __slots__ = (
@@ -130,7 +130,9 @@ class Line:
     # -- without waiting ---------------------------------------------------------------------------------------------
 
     def try_recv(self) -> bytes | None:
-        """What has arrived, at most 64 KiB; b"" at the end of the stream; None when there is nothing now. Raises OSError."""
+        """What has arrived, at most 64 KiB; b"" at the end of the stream; None when there is nothing now. Raises
+        OSError.
+        """
         if not self.readable:
             return None
         try:
@@ -206,7 +208,9 @@ class Line:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the socket. What the kernel holds is still sent; unread input makes it a reset. Harmless when repeated."""
+        """Close the socket. What the kernel holds is still sent; unread input makes it a reset. Harmless when
+        repeated.
+        """
         if not self.closed:
             self.closed = True
             self.poller.remove(self)

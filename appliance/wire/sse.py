@@ -1,7 +1,7 @@
 """Server-sent events: where one ends.
 
-The bytes themselves are passed on untouched; this only watches. An event ends at an empty line; line ends may be LF, CRLF
-or CR, and a cut may fall anywhere, also inside a code point or between CR and LF.
+The bytes themselves are passed on untouched; this only watches. An event ends at an empty line; line ends may be LF,
+CRLF or CR, and a cut may fall anywhere, also inside a code point or between CR and LF.
 """
 
 from __future__ import annotations

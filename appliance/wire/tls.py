@@ -15,7 +15,9 @@ MAX_HELD_BYTES = 262144
 
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
-    """A context that serves the certificate chain in `certificate` with the key in `key`. Raises OSError, ssl.SSLError."""
+    """A context that serves the certificate chain in `certificate` with the key in `key`. Raises OSError,
+    ssl.SSLError.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(certificate, key)
@@ -85,7 +87,9 @@ class TlsLine(Line):
                 return
 
     def news(self, events: int) -> None:
-        """What waited for room in the socket goes first: the task that wrote it may be waiting for something else by now."""
+        """What waited for room in the socket goes first: the task that wrote it may be waiting for something else by
+        now.
+        """
         if self._held and events & select.EPOLLOUT:
             self.writable = True
             try:
@@ -137,7 +141,9 @@ class TlsLine(Line):
             self._push()
 
     def _pull(self) -> bool:
-        """Move ciphertext from the socket to TLS; False when there was none, with `_ended` set at the end of the stream."""
+        """Move ciphertext from the socket to TLS; False when there was none, with `_ended` set at the end of the
+        stream.
+        """
         data = super().try_recv()
         if data:
             self._incoming.write(data)
