@@ -65,7 +65,7 @@ lock:
 	{ sed -n '/^#/p' requirements.lock; build/lock/bin/pip freeze --exclude appliance; } > build/requirements.lock
 	@! grep -E '@|://' build/requirements.lock || { echo "error: a requirement that no registry has" >&2; exit 1; }
 	mv build/requirements.lock requirements.lock
-	rm -rf build/lock
+	rm -rf build/lock build/lib build/bdist.*
 
 clean:
 	rm -rf $(VENV) .venv-bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from appliance.llama_server import flags
+from appliance.llama_server import flags, openmp
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -36,6 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return _failed(why_not)
     for end in (signal.SIGTERM, signal.SIGINT):
         signal.signal(end, signal.SIG_DFL)
+    openmp.provide()
     try:
         import xllamacpp
     except ImportError as missing:

@@ -154,12 +154,31 @@ def test_a_damaged_model_ends_it_with_the_engines_own_reason(tiny_models: TinyMo
     assert err.splitlines()[-1].startswith("error: llama.cpp did not start")
 
 
-def test_nothing_of_trio_or_of_the_router_is_loaded() -> None:
-    program = (
-        "import sys; sys.argv = ['x', '--version']; from appliance.llama_server.main import main; main(); "
-        "print(sorted(m for m in sys.modules if m.split('.')[0] in {'trio', 'httpx', 'appliance'}))"
-    )
+def python(program: str) -> str:
+    """What a program of one line prints last."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == str(
-        ["appliance", "appliance.llama_server", "appliance.llama_server.flags", "appliance.llama_server.main"]
+    return done.stdout.splitlines()[-1]
+
+
+def test_nothing_of_trio_or_of_the_router_is_loaded() -> None:
+    loaded = python(
+        "import sys; sys.argv = ['x', '--version']; from appliance.llama_server.main import main; main(); "
+        "print(*sorted(m for m in sys.modules if m.split('.')[0] in {'trio', 'httpx', 'appliance'}))"
     )
+    here = "appliance.llama_server"
+    assert loaded.split() == ["appliance", here, f"{here}.flags", f"{here}.main", f"{here}.openmp"]
+
+
+def test_a_machine_without_openmp_gets_it_from_a_wheel() -> None:
+    # The system's library cannot be found under a name that it does not have; the loader then takes what is loaded.
+    mapped = python(
+        "from unittest import mock; import ctypes; from appliance.llama_server import openmp; load = ctypes.CDLL\n"
+        "def without(name, *mode):\n"
+        "    if name == 'libgomp.so.1': raise OSError(name)\n"
+        "    return load(name, *mode)\n"
+        "with mock.patch.object(ctypes, 'CDLL', without): provided = openmp.provide()\n"
+        "import xllamacpp\n"
+        "print(provided, *{line.split()[5] for line in open('/proc/self/maps') if 'libgomp' in line})"
+    )
+    assert mapped.split()[:2] == ["True", "/memfd:libgomp.so.1"]
+    assert len(mapped.split()) == 2
