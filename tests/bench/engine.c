@@ -422,8 +422,6 @@ int main(int argc, char **argv) {
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (bind(listener, (struct sockaddr *)&at, sizeof at) || listen(listener, 4096)) { perror("engine: listen"); return 1; }
     getsockname(listener, (struct sockaddr *)&at, &at_len);
-    printf("%d\n", ntohs(at.sin_port));
-    fflush(stdout);
 
     poller = epoll_create1(EPOLL_CLOEXEC);
     timer = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
@@ -431,6 +429,8 @@ int main(int argc, char **argv) {
     epoll_ctl(poller, EPOLL_CTL_ADD, listener, &e);
     e.data.fd = timer;
     epoll_ctl(poller, EPOLL_CTL_ADD, timer, &e);
+    printf("%d\n", ntohs(at.sin_port));
+    fflush(stdout);
     for (;;) {
         arm();
         int n = epoll_wait(poller, ready, 512, -1);

@@ -37,7 +37,7 @@ def measure(plan: Plan) -> None:
             events_per_stream=EVENTS_OF_A_STREAM,
             interval_ms=interval_ms,
             engines=_ENGINES,
-            rounds=plan.times(5),
+            rounds=plan.times(4),
         )
         report.skipped(skipped)
         body = native.body_file(plan.folder, native.stream_body(_WORDS))
@@ -45,7 +45,7 @@ def measure(plan: Plan) -> None:
         for router in up:
             native.load(cores.rest, router.port, body, *options, "--each", 1)
         expected = seen = wrong = 0
-        for _ in range(plan.times(5)):
+        for _ in range(plan.times(4)):
             for router in up:
                 used = machine.cpu_s(router.pid)
                 found = native.load(cores.rest, router.port, body, *options, "--each", each_takes)

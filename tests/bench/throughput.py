@@ -1,7 +1,8 @@
 """Row `throughput`: short answers, 64 connections, the router on one core; requests per second and CPU per request.
 
-Requests per second is only worth quoting when nobody else used the router's core, which `others_on_core` tells (a
-share of the time measured). CPU per request comes from the kernel's accounts and holds on a busy machine.
+Requests per second is only worth quoting when the router had its core and was what ran out: `core_used_by_router` is
+then near 1 and `core_used_by_others` near 0 (medians, shares of the time measured). CPU per request comes from the
+kernel's accounts and holds on a busy machine.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def measure(plan: Plan) -> None:
     seconds = 0.3 if plan.quick else _SECONDS
     rates: dict[str, list[float]] = {}
     costs: dict[str, list[float]] = {}
+    used: dict[str, list[float]] = {}
     others: dict[str, list[float]] = {}
     with ExitStack() as stack:
         engines = [stack.enter_context(native.engine(cores.rest)) for _ in range(_ENGINES)]
@@ -41,31 +43,36 @@ def measure(plan: Plan) -> None:
         answers = wrong = 0
         for _ in range(plan.times(5)):
             for each in up:
-                found, cpu_s, foreign = _sample(each, plan, body, seconds)
+                found, cpu_s, took_s, foreign_s = _sample(each, plan, body, seconds)
                 answers += found.answers
                 wrong += found.failed
                 if not found.answers:
                     continue
                 rates.setdefault(each.name, []).append(found.per_s)
                 costs.setdefault(each.name, []).append(cpu_s / found.answers * 1e6)
-                others.setdefault(each.name, []).append(foreign)
+                used.setdefault(each.name, []).append(cpu_s / took_s)
+                others.setdefault(each.name, []).append(foreign_s / took_s)
         asked = sum(engine.stats()["requests"] for engine in engines) - asked_before
     report.check("every request was answered with 200", wrong == 0, failed=wrong, answered=answers)
     report.check("the engines counted what the load generator counted", asked == answers, engines=asked, load=answers)
     report.figures("requests_per_s", "1/s", rates, better="higher")
     report.figures("cpu_per_request", "us", costs, better="lower")
-    report.line(others_on_core={name: round(median(shares), 3) for name, shares in others.items()})
+    report.line(core_used_by_router=_medians(used), core_used_by_others=_medians(others))
     _targets(plan, rates, costs)
 
 
-def _sample(each: Running, plan: Plan, body: Path, seconds: float) -> tuple[native.Load, float, float]:
+def _sample(each: Running, plan: Plan, body: Path, seconds: float) -> tuple[native.Load, float, float, float]:
+    """One load; then CPU seconds of the router, seconds it took, CPU seconds that others had on the router's core."""
     core = plan.cores.router
     busy, used, began = machine.core_busy_s(core), machine.cpu_s(each.pid), time.monotonic()
     found = native.load(plan.cores.rest, each.port, body, "--connections", CONNECTIONS, "--seconds", seconds)
-    took = time.monotonic() - began
+    took_s = time.monotonic() - began
     cpu_s = machine.cpu_s(each.pid) - used
-    foreign = max(0.0, machine.core_busy_s(core) - busy - cpu_s) / took
-    return found, cpu_s, foreign
+    return found, cpu_s, took_s, max(0.0, machine.core_busy_s(core) - busy - cpu_s)
+
+
+def _medians(shares: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(median(values), 3) for name, values in shares.items()}
 
 
 def _targets(plan: Plan, rates: dict[str, list[float]], costs: dict[str, list[float]]) -> None:
