@@ -23,9 +23,9 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     `model` is the canonical name, `pool` the pool that was taken and `why` the reason for it. `candidates` are endpoint
     ids in the order of every list in `scores` (one list per name in `SCORERS`) and of `totals`, the weighted sums after
     `penalties` were taken off (empty when nobody had one). `picked` is an index into `candidates`, -1 when there was
-    none. `drops` are pairs of endpoint id and filter name. `text_bytes` of the prompt were looked up and
-    `matched_bytes` of them had been seen before (by any endpoint); `guarded` are the candidates that were too loaded
-    for affinity.
+    none. `drops` are pairs of endpoint id and filter name. `prefix` is a key of `PREFIX`; `text_bytes` of the prompt
+    were looked up and `matched_bytes` of them had been seen before (by any endpoint); `guarded` are the candidates that
+    were too loaded for affinity.
     """
 
     model: str
@@ -37,6 +37,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     totals: list[float]
     picked: int
     penalties: tuple[float, ...]
+    prefix: str
     text_bytes: int
     matched_bytes: int
     guarded: tuple[str, ...]
@@ -45,16 +46,6 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     def endpoint(self) -> str:
         """The id of the picked endpoint, "" when there was none."""
         return self.candidates[self.picked] if self.picked >= 0 else ""
-
-    @property
-    def prefix(self) -> str:
-        """What the prefix index did: "off" (prompt too short, or none), "cold" (head not seen before), "hit" (went to
-        an endpoint that the index spoke for), "moved" (seen before, but load or a guard sent it elsewhere)."""
-        if not self.text_bytes or self.picked < 0:
-            return "off"
-        if not self.matched_bytes:
-            return "cold"
-        return "hit" if self.scores[3][self.picked] * self.text_bytes >= 0.5 * self.matched_bytes else "moved"
 
     def tell(self) -> list[str]:
         """The decision in lines of plain text, for `ctl explain`."""
@@ -72,12 +63,21 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
             lines.append(f"pool {self.pool}: {self.why}")
         if self.text_bytes:
             seen = f"{self.matched_bytes} of the first {self.text_bytes} bytes of the prompt were seen before"
-            lines.append(f"{seen}: {self.prefix}")
+            lines.append(f"{seen}: {PREFIX[self.prefix]}")
         lines.extend(f"{name} is too loaded to attract more of the prompts it knows" for name in self.guarded)
         if self.picked < 0:
             lines.append("no endpoint could take it")
         return lines
 
+
+PREFIX = {
+    "off": "not looked up",
+    "cold": "a new head, or too short a one",
+    "hit": "it went where most of it is known",
+    "moved": "load spoke louder than what is known elsewhere",
+    "spread": "so many prompts begin with it, or so busy are those who know it, that load decided",
+}
+"""What the prefix index came to, in words; the keys are the `result` of `appliance_prefix_hits_total`."""
 
 DROPPED = {
     "ready": "it does not answer its probes",

@@ -89,7 +89,7 @@ def choose(
         pool, why, members, drops = _take_pool(pools, now, tried, only)
         ids = tuple([member.id for member in members])
     if not members or pool is None:
-        return None, Choice(entry.name, "", "", (), drops, (), [], -1, (), 0, 0, ())
+        return None, Choice(entry.name, "", "", (), drops, (), [], -1, (), "off", 0, 0, ())
 
     queue = scorers.queue(members)
     kv = scorers.kv(members)
@@ -101,6 +101,8 @@ def choose(
 
     match = None
     matched = size = 0
+    spoken = False
+    result = "off"
     prefix = sessions = _zeros(len(members))
     guarded: tuple[str, ...] = ()
     if session or (len(text) >= policy.least_match and policy.prefix):
@@ -111,7 +113,7 @@ def choose(
             match = entry.tree.match(text)
             size = len(match.text)
             matched = match.matched_bytes if match.matched_bytes >= policy.least_match else 0
-            prefix = scorers.prefix(members, barred, entry.tree, match, policy.least_match)
+            prefix, spoken = scorers.prefix(members, barred, entry.tree, match, policy.least_match)
             weight = policy.prefix
             totals = [total + weight * vote for total, vote in zip(totals, prefix, strict=True)]
         if session:
@@ -134,6 +136,12 @@ def choose(
     member = members[picked]
     if match is not None:
         entry.tree.record(match, member.prefix_id)
+        if not matched:
+            result = "cold"
+        elif not spoken:
+            result = "spread"
+        else:
+            result = "hit" if prefix[picked] >= max(prefix) else "moved"
     if session:
         entry.sessions.put(session, member.id)
     return member, Choice(
@@ -146,6 +154,7 @@ def choose(
         totals,
         picked,
         penalties,
+        result,
         size,
         matched,
         guarded,

@@ -3,8 +3,8 @@
 Three bounds hold together:
 
 - at most three attempts, and none once anything has been passed on to the client, nor after a deadline;
-- once the request was handed over whole and its fate is unknown (the connection broke), it is sent at most twice in
-  all, fallbacks included and whatever ended the other attempt: a request that kills engines must not be handed round;
+- once the request was handed over whole and its fate is unknown (the connection broke), it is sent one more time at
+  most, fallbacks included: a request that kills engines must not be handed round;
 - once a byte of an answer came back on a connection that then broke, it is not sent again at all.
 
 An idle connection that the engine closed meanwhile looks like such a loss; its one more sending is spent at once, on a
@@ -22,7 +22,6 @@ from ...facts.errors import Refusal
 from .outcomes import KEY_STATUSES, classify
 
 MOST_ATTEMPTS = 3
-MOST_SENDINGS_WHEN_LOST = 2
 
 
 @attrs.frozen
@@ -70,7 +69,7 @@ def next_step(attempts: Sequence[Attempt], *, passed_on: bool, another: bool, be
 
     `passed_on`: bytes of the answer have left towards the client. `another`: an endpoint of this model that has not
     been tried could take it (`pipeline.has_another`). `before`: attempts at the models that this one is a fallback for;
-    they count as sendings but not towards the three, or a fallback could never be asked.
+    a loss among them counts, but they do not count towards the three, or a fallback could never be asked.
     """
     last = attempts[-1]
     if last.kind == "client_left":
@@ -78,9 +77,7 @@ def next_step(attempts: Sequence[Attempt], *, passed_on: bool, another: bool, be
     if passed_on or last.kind == "deadline":
         return GiveUp(_refusal(last, len(attempts)), fallback=False)
 
-    sendings = sum(attempt.sent for attempt in attempts) + sum(attempt.sent for attempt in before)
-    lost = any(attempt.lost for attempt in attempts) or any(attempt.lost for attempt in before)
-    may_send = not (lost and sendings >= MOST_SENDINGS_WHEN_LOST)
+    may_send = not _sent_since_loss((*before, *attempts))
     may_try = may_send and len(attempts) < MOST_ATTEMPTS
 
     if last.kind in ("reset", "closed", "garbage"):
@@ -101,6 +98,16 @@ def next_step(attempts: Sequence[Attempt], *, passed_on: bool, another: bool, be
     if last.kind == "answer" and last.status not in KEY_STATUSES:
         return MAY_FALL_BACK if may_send else FINAL
     return GiveUp(_refusal(last, len(attempts)), fallback=may_send)
+
+
+def _sent_since_loss(attempts: Sequence[Attempt]) -> bool:
+    """Whether the request was handed over again after an attempt that lost it."""
+    lost = False
+    for attempt in attempts:
+        if lost and attempt.sent:
+            return True
+        lost = lost or attempt.lost
+    return False
 
 
 def _refusal(last: Attempt, count: int) -> Refusal:

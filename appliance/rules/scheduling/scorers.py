@@ -10,14 +10,20 @@ from collections.abc import Sequence
 
 from .member import Member
 from .prefixes import Match, Prefixes
-from .saturation import QUEUE_LIMIT, heard_saturation
+from .saturation import QUEUE_LIMIT
 
-SOFTENING = 0.25
-"""Difference in load (in batches) at which `inflight` falls by half. Small differences are noise and give small votes:
-one request in sixteen slots costs 0.2, so that it decides between equals and does not break up a shared prefix."""
-COLD_VOTE = 0.25
+SOFTENING = 0.5
+"""Difference in load, in batches, at which `inflight` falls by half. Small differences are noise and give small votes:
+one request in sixteen slots costs 0.1, enough to decide between equals and not enough to break up a shared prefix."""
+COLD_VOTE = 0.5
 """The most that `prefix` gives for a head nobody has seen, so that new heads settle where the fewest others live."""
-STRAIN_LIMIT = 1.0
+STRAIN_BATCHES = 1.5
+STRAIN_WAITING = 1.5 * QUEUE_LIMIT
+STRAIN_KV = 0.9
+"""Load in batches, waiting requests, or share of the KV cache, that strain an endpoint by itself. Above the healthy
+limits, because a few requests behind a full batch wait less than computing a long head again takes: at the limits
+themselves, the simulation in `tests/test_scheduling_affinity.py` lost a fifth of the hits whenever as many clients
+asked as there were slots."""
 STRAIN_RATIO = 1.5
 GUARDED_PENALTY = 0.25
 
@@ -48,13 +54,13 @@ def inflight(members: Sequence[Member]) -> list[float]:
 
 def prefix(
     members: Sequence[Member], guarded: Sequence[bool] | None, tree: Prefixes, match: Match, least_match: int
-) -> list[float]:
-    """The share of the prompt that the tree speaks for, per candidate. Guarded ones get nothing, and their votes go to
-    the next that knows the head.
+) -> tuple[list[float], bool]:
+    """The share of the prompt that the tree speaks for, per candidate, and whether it speaks for anybody. Guarded ones
+    get nothing, and their votes go to the next that knows the head.
 
     When the tree speaks for nobody (a new head, a head shorter than `least_match`, or one that needs another home), the
-    candidates that hold the fewest bytes get a small vote. Placed by momentary load alone, thirty long preambles end up
-    14, 9 and 7 to a replica, and the replica with 14 caches none of them.
+    candidates that hold the fewest bytes get a small vote, the idle ones only while any is idle. Placed by momentary
+    load alone, heads pile up on one replica until its cache holds fewer than it is asked for.
     """
     size = len(match.text)
     if match.matched_bytes >= least_match:
@@ -62,18 +68,23 @@ def prefix(
             allowed = [member.prefix_id for member in members]
             won = tree.votes(match, allowed, len(members))
             if any(won):
-                return [bytes_ / size for bytes_ in won]
+                return [length / size for length in won], True
         else:
             allowed = [member.prefix_id for member, barred in zip(members, guarded, strict=True) if not barred]
             won = tree.votes(match, allowed, len(members))
             if any(won):
                 spoken = iter(won)
-                return [0.0 if barred else next(spoken) / size for barred in guarded]
+                return [0.0 if barred else next(spoken) / size for barred in guarded], True
     owned = tree.owned
     held = [owned.get(member.prefix_id, 0) for member in members]
     most = max(held)
     # One prompt's length less than the fullest is worth half of the vote, two are worth all of it.
-    return [COLD_VOTE * min(1.0, (most - mine) / (2 * size)) for mine in held]
+    votes = [COLD_VOTE * min(1.0, (most - mine) / (2 * size)) for mine in held]
+    idle = [not (member.in_flight or member.foreign) for member in members]
+    if any(idle):
+        # At low load an idle replica is worth more than an even spread.
+        votes = [vote if free else 0.0 for vote, free in zip(votes, idle, strict=True)]
+    return votes, False
 
 
 def session(members: Sequence[Member], guarded: Sequence[bool] | None, home: str) -> list[float]:
@@ -93,22 +104,22 @@ def guards(members: Sequence[Member], now: float) -> list[bool] | None:
     """
     total = 0.0
     strains = []
-    high = False
+    suspect = False
     for member in members:
-        strain = (member.in_flight + member.foreign) * member.per_slot
-        full = heard_saturation(member)
-        if full > strain:
-            strain = full
+        strain = (member.in_flight + member.foreign) * member.per_slot / STRAIN_BATCHES
+        if member.waiting > strain * STRAIN_WAITING:
+            strain = member.waiting / STRAIN_WAITING
+        if member.kv is not None and member.kv > strain * STRAIN_KV:
+            strain = member.kv / STRAIN_KV
         strains.append(strain)
         total += strain
-        if strain >= STRAIN_LIMIT or member.penalty:
-            high = True
-    if not high or len(members) < 2:
+        if strain >= 1.0 or member.penalty:
+            suspect = True
+    if not suspect or len(members) < 2:
         return None
     rest = len(members) - 1
     barred = [
-        (strain >= STRAIN_LIMIT and strain * rest > STRAIN_RATIO * (total - strain))
-        or member.penalised(now) > GUARDED_PENALTY
+        (strain >= 1.0 and strain * rest > STRAIN_RATIO * (total - strain)) or member.penalised(now) > GUARDED_PENALTY
         for member, strain in zip(members, strains, strict=True)
     ]
     return barred if any(barred) else None
