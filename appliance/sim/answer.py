@@ -20,6 +20,8 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 JSON = "application/json"
 ENDLESS_BYTES = 64 * 1024 * 1024
 """Where an endless head or body ends after all: a reader without a bound should fail its test, not fill the memory."""
+WORDS_AT_ONCE = 1000
+"""Words made into bytes before looking again whether the client takes them."""
 
 _FAILED = "the simulated engine failed"
 _GARBAGE = b"\x16\x03\x01 \xff\xfe this is no HTTP\r\n\r\n"
@@ -143,16 +145,14 @@ class Answer:
         if not self.ask.stream:
             if self._unmade == 0:
                 self._give_whole()
-        elif not self.outlet.clogged:
-            self._tell(sequence, now)
+        else:
+            self._tell_all(sequence, now)
 
     def catch_up(self, now: float) -> None:
         """Tell what was made while the outlet was clogged."""
-        for sequence in self.sequences:
-            if self.over or self.outlet.clogged:
-                return
-            if self.ask.stream and self._told[sequence.index] < sequence.produced:
-                self._tell(sequence, now)
+        if self.ask.stream:
+            for sequence in self.sequences:
+                self._tell_all(sequence, now)
 
     def abandon(self, now: float) -> None:
         """The client is gone, or the answer broke off: everything it holds is free at once."""
@@ -173,6 +173,12 @@ class Answer:
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
+    def _tell_all(self, sequence: Sequence, now: float) -> None:
+        """Tell what was made and not told, in parts, as long as somebody takes it."""
+        while not self.over and self._told[sequence.index] < sequence.produced and not self.outlet.clogged:
+            self._tell(sequence, now)
+            self.outlet.flush()
+
     def _tell(self, sequence: Sequence, now: float) -> None:
         if self._break_at == 0:
             self._break_off([], now)
@@ -185,14 +191,16 @@ class Answer:
                 pieces.insert(0, b"data: " + _GARBAGE_JSON + b"\n\n")
         index = sequence.index
         word = self.shape.word
-        for text in self._words[index][self._told[index] : sequence.produced]:
+        told = self._told[index]
+        upto = min(sequence.produced, told + WORDS_AT_ONCE)
+        for text in self._words[index][told:upto]:
             pieces.append(word(index, text))
             self._events += 1
             if self._events == self._break_at:
                 self._break_off(pieces, now)
                 return
-        self._told[index] = sequence.produced
-        if not sequence.done:
+        self._told[index] = upto
+        if not sequence.done or upto < sequence.produced:
             self.outlet.pieces(pieces)
             return
         pieces += self.shape.closing(index, self._choice(index))

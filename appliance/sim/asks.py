@@ -83,6 +83,9 @@ class Ask:
     faults: Faults = NO_FAULTS
 
 
+_ABSENT = msgspec.Raw(b"null")
+
+
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
@@ -101,7 +104,7 @@ class _Body(msgspec.Struct):
 class _Chat(_Body):
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
-    tools: msgspec.Raw | None = None
+    tools: msgspec.Raw = _ABSENT
 
 
 class _Completion(_Body):
@@ -112,13 +115,13 @@ class _Response(_Body):
     input: str | list[dict[str, Any]] = ""
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: msgspec.Raw | None = None
+    tools: msgspec.Raw = _ABSENT
 
 
 class _Message(_Body):
     messages: list[dict[str, Any]] | None = None
     system: str | list[dict[str, Any]] | None = None
-    tools: msgspec.Raw | None = None
+    tools: msgspec.Raw = _ABSENT
 
 
 _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
@@ -198,12 +201,12 @@ def _wrong(message: str, param: str | None = None) -> Rejected:
 
 
 def _conversation(
-    turns: list[dict[str, Any]] | None, system: str | list[dict[str, Any]] | None, tools: msgspec.Raw | None
+    turns: list[dict[str, Any]] | None, system: str | list[dict[str, Any]] | None, tools: msgspec.Raw
 ) -> Prompt:
     """A conversation as one text: tools, system prompt, then the turns in order, as a chat template would put them."""
     if not turns:
         raise _wrong("at least one message is required", "messages")
-    parts = [bytes(tools)] if tools is not None else []
+    parts = [bytes(tools)] if bytes(tools) != b"null" else []
     if system is not None:
         parts.append(b"system: " + _text_of(system).encode())
     said = ""

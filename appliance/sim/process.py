@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
 import time
@@ -42,6 +43,8 @@ async def run(settings: Settings, say: Say) -> Ending:
 
     Raises CannotListen when a port is taken, at once and not after loading.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the usual 1024 are too few for 1,000 streams
     ending = Ending()
     if settings.ranks.leads:
         await _lead(settings, say, ending)

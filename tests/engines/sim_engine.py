@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -56,6 +56,13 @@ async def serving(*, speeds: Speeds = INSTANT, sizes: Sizes | None = None, **set
         await nursery.start(front.serve, listener)
         yield Running(front, listener.getsockname()[1])
         nursery.cancel_scope.cancel()
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until `condition` holds, which something outside this task brings about; fails after `seconds`."""
+    with trio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110 - there is nobody to set an event: sockets lie between
+            await trio.sleep(0.001)
 
 
 @attrs.frozen

@@ -1,0 +1,43 @@
+"""The command that finds the other commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import click
+import pytest
+
+from appliance import __version__
+from appliance.cli.main import COMMANDS, run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_row_of_the_table_is_a_command_with_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    assert isinstance(getattr(import_module(module), attribute), click.Command)
+    assert run([name, "--help"]) == 0
+    assert f"Usage: appliance {name}" in capsys.readouterr().out
+
+
+def test_help_lists_the_commands_and_no_command_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in COMMANDS)
+    assert run([]) == 2
+    assert run(["nothing"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "appliance: No such command 'nothing'. See `appliance --help`."
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["version"]) == 0
+    assert capsys.readouterr().out == f"appliance {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", ["--help", "version"])
+def test_a_command_imports_only_what_it_needs(arguments: str) -> None:
+    code = "import sys; from appliance.cli.main import run; run(sys.argv[1:]); print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, arguments], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert not imported & {"trio", "msgspec", "httptools", "quart", "rich", "cryptography"}
