@@ -13,7 +13,9 @@ from ..facts.call import Call
 from ..facts.choice import Attempt, Choice
 from ..facts.errors import Refusal
 from ..nursery.sleeper import Sleeper
+from ..rules.scheduling.retry import Step
 from .meters import Meters
+from .relay import Promises
 from .reply import Cancelled
 from .usage import Tally
 
@@ -24,12 +26,16 @@ CLIENT_LEFT = 499
 
 class Record:
     """What happened to one request. Times are seconds of `time.monotonic`, 0.0 for what did not happen; `began_at` is
-    wall-clock time. `outcome` is one of "running", "ok", "refused", "failed", "cut", "client left", "cancelled"."""
+    wall-clock time. `outcome` is one of "running", "ok", "refused", "failed", "cut", "client left", "cancelled".
+
+    `attempts` are those that failed, in order; `steps` tell when each of them was over and what was done next (a client
+    that left ends the last one without a step). `promises` are the deadlines that held, None before the first dispatch.
+    """
 
     __slots__ = (
         "arrived", "attempts", "band", "began_at", "choices", "code", "dispatched_at", "ended_at", "endpoint",
-        "estimated", "first_byte_at", "model", "outcome", "queue_wait_s", "reason", "request_id", "route",
-        "sleeper", "stream", "tally", "tenant", "wanted",
+        "estimated", "first_byte_at", "message", "model", "outcome", "promises", "queue_wait_s", "reason", "request_id",
+        "route", "sleeper", "steps", "stream", "tally", "tenant", "wanted",
     )  # fmt: skip
 
     def __init__(self, call: Call, sleeper: Sleeper) -> None:
@@ -50,9 +56,12 @@ class Record:
         self.code = 0
         self.outcome = "running"
         self.reason = ""
+        self.message = ""
         self.estimated = False
         self.choices: list[Choice] = []
         self.attempts: list[Attempt] = []
+        self.steps: list[tuple[float, Step]] = []
+        self.promises: Promises | None = None
         self.tally: Tally | None = None
         self.sleeper: Sleeper | None = sleeper
 
@@ -60,6 +69,7 @@ class Record:
         self.outcome = outcome
         self.code = refusal.status
         self.reason = refusal.reason or refusal.code
+        self.message = refusal.message
 
     def answered(self, at: float) -> None:
         """The first of the answer was passed on."""

@@ -177,6 +177,7 @@ class Gateway:
             passed_on = reply.started
             another = not passed_on and not only and has_another(entry, time.monotonic(), tried)
             step = next_step(attempts, passed_on=passed_on, another=another, before=before)
+            record.steps.append((time.monotonic(), step))
             match step:
                 case Retry(same=same):
                     fresh = same
@@ -213,6 +214,7 @@ class Gateway:
         if not record.dispatched_at:
             record.dispatched_at = now
         record.endpoint = member.id
+        record.promises = self.promises
         outcome = Outcome.NEUTRAL
 
         def answered(at: float) -> None:
