@@ -1,0 +1,1 @@
+"""Admission: who may proceed now. `queue.Admission` is the whole of its state; the other files are its parts."""

@@ -1,0 +1,269 @@
+"""The room at one endpoint: what is in flight there, what its engine says, how many requests it can run at once.
+
+An engine runs a batch and queues the rest, first come first served. Everything sent beyond the batch waits there,
+behind strangers and out of our reach; everything held back below it is throughput given away. So the size of the batch
+is the figure that matters, and there are three ways to know it:
+
+1. *known*: configured, or told by the engine (`--max-num-seqs`, llama.cpp's slots);
+2. *learnt*: `PINS` samples in a row show requests waiting while the running ones stay at their high-water mark, though
+   at least one of ours has ended in between. The last condition tells a full batch from a long prefill, which holds
+   the queue up just the same but lets more run afterwards;
+3. *unknown*: it grows with what is proven. At most `UNPROVEN` requests beyond those that have run at once (high-water
+   mark of the samples) or are seen running (their first content has come) are let in, whatever the band. Each proof
+   opens a place, so a batch of 8 never has more than 2 waiting, and one of 256 fills at 2 per first token.
+
+What was learnt may be wrong: the mark was taken with long prompts, or by accident. So while requests of ours wait and
+the engine reports none waiting, it is doubted after `DOUBT_S`, which lets 2 beyond it in until the samples pin it down
+again; each doubt that ends the same way doubles the time to the next. Never doubting would keep a wrong small figure
+for ever, since a pool held below it cannot show more.
+
+First contents are not kept as a mark: the end of one answer and the first content of the next arrive in any order, so
+there can be one more of them than the batch holds, and remembering that would let 3 wait. Of an endpoint that is not
+scraped, ends are: when an answer is complete, it ran together with all others that are known to have started and have
+not ended. These are the ones whose content came and, since engines start requests in the order they came, those sent
+before it. Without this such an engine would never get more than 2 requests at a time of clients that do not stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.facts.endpoint import Sample
+
+if TYPE_CHECKING:
+    from appliance.rules.admission.lane import Lane
+    from appliance.rules.admission.ticket import Ticket
+
+QUEUE_LIMIT = 5.0
+"""Requests waiting at one engine that count as its healthy limit."""
+KV_LIMIT = 0.8
+"""Share of KV blocks in use that counts as the healthy limit."""
+UNPROVEN = 2
+"""Requests beyond those proven running that an endpoint of unknown capacity takes."""
+SILENCE_S = 10.0
+"""How long an endpoint that went silent counts as full."""
+PINS = 3
+"""Samples in a row that pin the high-water mark down as the capacity."""
+DOUBT_S = 30.0
+DOUBT_MOST_S = 3600.0
+
+
+def saturation(waiting: int, kv: float, running: int, capacity: int) -> float:
+    """How full an endpoint is; 1.0 is the healthy limit. `running` counts leases too; `capacity` 0 is unknown.
+
+    The queue is the larger of what the engine reports and what cannot be in its batch: a report is up to a scrape old.
+    """
+    if not capacity:
+        return max(waiting / QUEUE_LIMIT, kv / KV_LIMIT)
+    queue = running - capacity
+    return max((queue if queue > waiting else waiting) / QUEUE_LIMIT, kv / KV_LIMIT, running / capacity)
+
+
+class Load:
+    """One endpoint's load. Changed by `Admission` alone; `gateway` and scheduling may read it.
+
+    `inflight` are requests sent and not ended, `leased` grants booked here and not sent yet, `proven` those in flight
+    that are known to run. `saturation` is the endpoint's own figure, `open` tells whether one more request may come as
+    far as an unknown capacity is concerned. Both are kept up to date by every change, because they are read far more
+    often.
+    """
+
+    __slots__ = (
+        "_doubt_at",
+        "_doubt_s",
+        "_pins",
+        "_said",
+        "_turned",
+        "capacity",
+        "elastic",
+        "fixed",
+        "full",
+        "generation",
+        "heard_at",
+        "id",
+        "inflight",
+        "kv",
+        "lanes",
+        "leased",
+        "mark",
+        "open",
+        "proven",
+        "saturation",
+        "silent_until",
+        "unproven",
+        "waiting",
+    )
+
+    def __init__(self, id: str, capacity: int = 0, elastic: bool = False) -> None:
+        self.id = id
+        self.fixed = capacity
+        self.elastic = elastic
+        self.lanes: tuple[Lane, ...] = ()  # the models it serves; none once it has left the table
+        self.inflight = 0
+        self.leased = 0
+        self.proven = 0
+        self.unproven: dict[Ticket, None] = {}  # in the order they were sent
+        self.waiting = 0
+        self.kv = 0.0
+        self.mark = 0
+        self.full = False
+        self.generation: int | None = None
+        self.heard_at: float | None = None
+        self.silent_until: float | None = None
+        self._said = 0
+        self._pins = 0
+        self._turned = False
+        self._doubt_s = DOUBT_S
+        self._doubt_at = 0.0
+        self.capacity = capacity
+        self.saturation = 0.0
+        self.open = True
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of ours is there or on its way."""
+        return not self.inflight and not self.leased
+
+    @property
+    def learnt(self) -> bool:
+        """Whether `capacity` comes from watching alone."""
+        return self.full and not self.fixed and not self._said
+
+    def after(self) -> float:
+        """What `saturation` would be with one request more."""
+        return saturation(self.waiting, self.kv, self.inflight + self.leased + 1, self.capacity)
+
+    def configure(self, capacity: int, elastic: bool) -> None:
+        """Take what the table says now. `capacity` 0 is unknown; an `elastic` endpoint has no batch to overfill."""
+        self.fixed = capacity
+        self.elastic = elastic
+        self._recount()
+
+    # -- our own requests: the callers see to it that each comes once ------------------------------------------------
+
+    def lease(self) -> None:
+        self.leased += 1
+        self._weigh()
+
+    def unlease(self) -> None:
+        self.leased -= 1
+        self._weigh()
+
+    def send(self, ticket: Ticket) -> None:
+        self.inflight += 1
+        self.unproven[ticket] = None
+        self._weigh()
+
+    def send_leased(self, ticket: Ticket) -> None:
+        """Send a request whose lease is booked here: the sum stays, so nothing has to be weighed."""
+        self.leased -= 1
+        self.inflight += 1
+        self.unproven[ticket] = None
+
+    def prove(self, ticket: Ticket) -> None:
+        """The ticket is known to run. Does nothing the second time."""
+        if ticket in self.unproven:
+            del self.unproven[ticket]
+            ticket.proven = True
+            self.proven += 1
+            self._weigh()
+
+    def end(self, ticket: Ticket, answered: bool) -> None:
+        """Take a request out. `answered`: the engine gave its whole answer."""
+        self.inflight -= 1
+        started = self.proven
+        if ticket.proven:
+            ticket.proven = False
+            self.proven -= 1
+        else:
+            if answered and self.heard_at is None and not self.capacity:
+                started += 1 + next(i for i, earlier in enumerate(self.unproven) if earlier is ticket)
+            del self.unproven[ticket]
+        if answered and self.heard_at is None and started > self.mark:
+            self.mark = started
+        # Whoever ended either waited there or made way for one that did.
+        if self.waiting:
+            self.waiting -= 1
+        self._turned = True
+        self._weigh()
+
+    # -- what the engine says ----------------------------------------------------------------------------------------
+
+    def hear(self, sample: Sample, pressed: bool) -> None:
+        """Take a sample; one older than the last is ignored. `pressed`: requests of ours wait for this endpoint."""
+        if self.heard_at is not None and sample.at < self.heard_at:
+            return
+        if self.generation is not None and sample.generation != self.generation:
+            self._forget()
+        self.generation = sample.generation
+        self.heard_at = sample.at
+        self.silent_until = None
+        if sample.capacity is not None:
+            self._said = sample.capacity
+        self.waiting = sample.waiting
+        self.kv = sample.kv or 0.0
+        self._learn(sample, pressed)
+        self._recount()
+
+    def _forget(self) -> None:
+        """The engine started again, perhaps with other arguments: nothing learnt of the old one holds."""
+        self.mark = 0
+        self.full = False
+        self._said = 0
+        self._pins = 0
+        self._doubt_s = DOUBT_S
+
+    def _learn(self, sample: Sample, pressed: bool) -> None:
+        if sample.running > self.mark:
+            self.mark = sample.running
+            self.full = False
+            self._pins = 0
+            self._doubt_s = DOUBT_S
+        elif not sample.waiting or sample.running < self.mark:
+            self._pins = 0
+            if self.full and pressed and not sample.waiting and sample.at >= self._doubt_at:
+                self.full = False
+                self._doubt_s = min(self._doubt_s * 2, DOUBT_MOST_S)
+        elif self.full:
+            self._doubt_at = sample.at + self._doubt_s
+        else:
+            if not self._pins:
+                self._turned = False
+            self._pins += 1
+            if self._pins >= PINS and self._turned:
+                self.full = True
+                self._doubt_at = sample.at + self._doubt_s
+
+    def fall_silent(self, now: float) -> bool:
+        """Scrapes fail. True when the endpoint counts as full from now on, until a sample or `end_silence`.
+
+        What it said last is dropped: it is old, and the pool says `full` for it (unless all are silent).
+        """
+        if self.heard_at is None or self.silent_until is not None:
+            return False
+        self.silent_until = now + SILENCE_S
+        self.waiting = 0
+        self.kv = 0.0
+        self._pins = 0
+        self._weigh()
+        return True
+
+    def end_silence(self) -> None:
+        """Full for long enough: from here on only what we have in flight counts, as if it had never been scraped."""
+        self.silent_until = None
+        self.heard_at = None
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    def _recount(self) -> None:
+        self.capacity = self.fixed or self._said or (self.mark if self.full else 0)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        running = self.inflight + self.leased
+        self.saturation = saturation(self.waiting, self.kv, running, self.capacity)
+        self.open = (
+            bool(self.capacity)
+            or self.elastic
+            or running < (self.mark if self.mark > self.proven else self.proven) + UNPROVEN
+        )

@@ -1,0 +1,114 @@
+"""A ticket: one request's place in line, from its question to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+
+from appliance.facts.errors import Refusal
+
+if TYPE_CHECKING:
+    from appliance.rules.admission.capacity import Load
+    from appliance.rules.admission.fairness import Rotation
+
+State = Literal["new", "waiting", "granted", "running", "ended", "refused"]
+"""new: not asked yet. waiting: queued. granted: holds a lease, visible nowhere else. running: counted in flight at an
+endpoint. ended: has given back all it held. refused: was never let in, and `refusal` says why."""
+
+Blocker = Literal["", "saturation", "unproven", "loading"]
+"""What a ticket waited for: the pool's saturation above its band's ceiling; every endpoint of unknown capacity holding
+as many unproven requests as it may; a model scaled to zero. "" for one that did not wait."""
+
+
+@attrs.frozen
+class Explanation:
+    """The admission part of a request's decision record. `ahead` and the three last fields are as they were when it
+    asked; `wait_s` is the time in the queue, up to now for one that is still there."""
+
+    model: str
+    band: str
+    tenant: str
+    state: State
+    work: int
+    ahead: int
+    wait_s: float
+    pool: str
+    blocker: Blocker
+    saturation: float
+    ceiling: float
+
+
+class Ticket:
+    """One request in admission. Made by the caller, and after `Admission.ask` changed by `Admission` alone.
+
+    `tenant` is whose turn it takes, `work` its estimated tokens (see `estimates`; at least 1 is charged). `waiter` is
+    the caller's own: whatever it needs to wake the task that waits, never touched here. A plain class with slots,
+    because one is made for every request.
+    """
+
+    __slots__ = (
+        "ahead",
+        "asked_at",
+        "band",
+        "blocker",
+        "ceiling",
+        "expires_at",
+        "left_queue_at",
+        "load",
+        "model",
+        "number",
+        "pool",
+        "proven",
+        "rank",
+        "refusal",
+        "rotation",
+        "saturation",
+        "share",
+        "state",
+        "tenant",
+        "waiter",
+        "work",
+    )
+
+    def __init__(self, model: str, band: str, tenant: str = "", work: int = 1, waiter: object = None) -> None:
+        self.model = model
+        self.band = band
+        self.tenant = tenant
+        self.work = work
+        self.waiter = waiter
+        self.state: State = "new"
+        self.refusal: Refusal | None = None
+        self.rank = 0  # of its band: 0 is the highest
+        self.number = 0  # order of arrival
+        self.ahead = 0  # waiters of its model in its own and higher bands when it came
+        self.asked_at = 0.0
+        self.left_queue_at = 0.0
+        self.expires_at = 0.0
+        self.pool = ""  # the pool it was let in for; the choice of an endpoint begins there
+        self.blocker: Blocker = ""
+        self.saturation = 0.0
+        self.ceiling = 0.0
+        self.load: Load | None = None  # where its lease is booked, later where it runs
+        self.proven = False  # known to run, not just to have been sent
+        self.rotation: Rotation | None = None  # where its turn was charged; None for one that did not wait
+        self.share = 0.0  # its tenant's account after that charge
+
+    def wait_s(self, now: float) -> float:
+        """Seconds in the queue, up to `now` while it is still there."""
+        return (now if self.state == "waiting" else self.left_queue_at) - self.asked_at
+
+    def explain(self, now: float) -> Explanation:
+        return Explanation(
+            self.model,
+            self.band,
+            self.tenant,
+            self.state,
+            self.work,
+            self.ahead,
+            self.wait_s(now),
+            self.pool,
+            self.blocker,
+            self.saturation,
+            self.ceiling,
+        )
