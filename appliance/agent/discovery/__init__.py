@@ -1,0 +1,1 @@
+"""What this node is made of: probes that run commands and read files, apart from parsers that understand the texts."""
