@@ -48,8 +48,7 @@ def main() -> int:
             router.wait_for(f"http://{LOOPBACK}:{door}/readyz", 30.0)
             if door != preferred:
                 print(f"Port {preferred} is taken, so the door listens on {door}.")
-            print(_welcome(engine, door, metrics, time.monotonic() - began), flush=True)
-            why = _wait((engine.child, router))
+            why = _wait((engine.child, router), _welcome(engine, door, metrics, time.monotonic() - began))
             print("\nStopping ..." if not why else f"\n{why}", flush=True)
             return 1 if why else 0
     except KeyboardInterrupt:
@@ -82,12 +81,14 @@ def _start_router(engine: Engine, door: int, metrics: int, folder: Path) -> Chil
     return start("appliance serve", command, folder, env)
 
 
-def _wait(children: Iterable[Child]) -> str:
-    """Wait for Ctrl-C ("") or for a child's end (which one, and what its log ends with)."""
+def _wait(children: Iterable[Child], welcome: str) -> str:
+    """Print `welcome` and wait for Ctrl-C ("") or for a child's end (which one, and what its log ends with)."""
     news = {signal.SIGCHLD, *_ENDS}
-    # Blocked only now: a child started under this mask would never see SIGTERM.
+    # Blocked only now: a child started under this mask would never see SIGTERM. And blocked before the welcome: whoever
+    # has read it may stop us at once, and that is an orderly end.
     old = signal.pthread_sigmask(signal.SIG_BLOCK, news)
     try:
+        print(welcome, flush=True)
         while True:
             for child in children:
                 if (status := child.process.poll()) is not None:

@@ -144,3 +144,14 @@ def test_its_end_leaves_no_process_and_no_file(tmp_path: Path, end: signal.Signa
     assert demo.process.wait(timeout=30) == 0
     assert [pid for pid in started if os.path.exists(f"/proc/{pid}")] == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_the_engine_ends_it_with_the_reason(tmp_path: Path) -> None:
+    demo = run_demo(any_free(), tmp_path)
+    started = demo.descendants()
+    (engine,) = [pid for pid in started if b"llama" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(engine, signal.SIGKILL)
+    rest, _ = demo.process.communicate(timeout=30)
+    assert demo.process.returncode == 1
+    assert "llama.cpp ended (signal 9)" in rest
+    assert [pid for pid in started if os.path.exists(f"/proc/{pid}")] == []
