@@ -26,6 +26,7 @@ import structlog
 import trio
 
 from .. import __version__
+from ..admin.sockets import CannotListen
 from ..door.accept import Listeners, bind
 from ..door.buffers import Buffers
 from ..door.connection import Limits
@@ -38,6 +39,7 @@ from ..wire.line import Poller
 from ..wire.tls import server_context
 from . import logs
 from .config import ConfigError, Loaded, changes, keep_fixed, load
+from .operations import Operations
 
 log = structlog.get_logger("serve")
 
@@ -72,7 +74,7 @@ def serve(config: str | None, listen: tuple[str, ...]) -> int:
         for fault in error.faults:
             click.echo(f"appliance serve: {fault}", err=True)
         return 1
-    except StartFailed as error:
+    except (StartFailed, CannotListen) as error:
         click.echo(f"appliance serve: {error}", err=True)
         return 1
     return 0
@@ -93,6 +95,7 @@ class Router:
         self.door.ready = lambda: any(member.up for member in self.gateway.table.members.values())
         self.buffers = Buffers(settings.server.max_buffered_bytes)
         self.listeners = Listeners(self.door, self.poller, self.sleepers, _limits(settings), self.buffers)
+        self.operations = Operations(self)
         self.stop = trio.Event()
         self.addresses: list[str] = []
         self._configure(settings, _context(settings))
@@ -102,21 +105,25 @@ class Router:
         settings = self.settings
         sockets = [_bind(address, "server.listen") for address in settings.server.listen]
         self.addresses = [_shown(sock) for sock in sockets]
+        metrics = [_bind(address, "server.metrics_listen") for address in settings.server.metrics_listen]
         try:
+            self.operations.open(metrics)
             async with trio.open_nursery() as ground:
                 ground.start_soon(self.poller.run, name="poller")
                 ground.start_soon(sweep, self.sleepers, name="sweeper")
                 ground.start_soon(self._drop_stale, name="idle connections to engines")
                 self.watches = Watches(self.gateway, self.sleepers, ground)
                 self.watches.follow()
-                await ground.start(self._handle_signals, ground.cancel_scope)
+                await ground.start(self._handle_signals, ground.cancel_scope, name="signals")
+                await self.operations.start(ground)
                 async with trio.open_nursery() as front:
-                    await front.start(self.listeners.serve, sockets, self.stop, lambda: self.settings.server.drain_s)
+                    await front.start(self.listeners.serve, sockets, self.stop, self._drain_s, name="door")
                     self._announce()
                 ground.cancel_scope.cancel()
         finally:
             for sock in sockets:
                 sock.close()
+            self.operations.close()
             self.gateway.close()
             self.poller.close()
         log.info("stopped")
@@ -182,6 +189,9 @@ class Router:
         self.buffers.limit_bytes = server.max_buffered_bytes
         logs.set_up(settings.logging.level, settings.logging.format)
 
+    def _drain_s(self) -> float:
+        return self.settings.server.drain_s
+
     def _announce(self) -> None:
         """The lines of a start."""
         scheme = "https" if self.listeners.context else "http"
@@ -189,6 +199,8 @@ class Router:
             "serving",
             version=__version__,
             listen=",".join(f"{scheme}://{address}" for address in self.addresses),
+            metrics=",".join(self.operations.metrics),
+            admin=self.settings.server.admin_socket,
             pid=os.getpid(),
         )
         if not all(_is_loopback(address.host) for address in self.settings.server.listen):

@@ -142,11 +142,18 @@ class Door:
                 return entry
         raise self.gateway.table.unknown(name)
 
-    async def _ready(self, reply: HttpReply) -> None:
+    def not_ready(self) -> Refusal | None:
+        """Why nobody should send requests here now, None when they should."""
         if self.draining:
-            raise Refusal(503, "draining", "this router is stopping", retry_after_s=5)
+            return Refusal(503, "draining", "this router is stopping", retry_after_s=5)
         if not self.ready():
-            raise Refusal(503, "model_not_ready", "no endpoint is configured or answering yet", retry_after_s=1)
+            return Refusal(503, "model_not_ready", "no endpoint is configured or answering yet", retry_after_s=1)
+        return None
+
+    async def _ready(self, reply: HttpReply) -> None:
+        refusal = self.not_ready()
+        if refusal is not None:
+            raise refusal
         await reply.whole(200, b'{"status":"ready"}')
 
     async def _options(self, head: RequestHead, reply: HttpReply) -> None:

@@ -1,0 +1,179 @@
+"""The management API: a Quart-Trio app on Hypercorn, for ctl and later the dashboard. Routes translate, nothing more.
+
+Importing this file imports Quart and Hypercorn; `admin/site.py` says when that happens.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import hypercorn.config
+import hypercorn.trio
+import msgspec
+import structlog
+import trio
+from quart import Response
+from quart import request as asked
+from quart_trio import QuartTrio
+from werkzeug.exceptions import HTTPException
+
+from ..gateway.relay import error_body
+from . import documents, memory, tasks
+from .running import Running
+
+MOST_REQUESTS = 4000
+CALLER = "x-appliance-caller"
+
+log = structlog.get_logger("admin")
+
+
+def server(running: Running) -> Callable[..., Awaitable[None]]:
+    """A function that serves the app on a listening socket until it is cancelled."""
+    app = make(running)
+
+    async def serve(sock: socket.socket, task_status: trio.TaskStatus[Any] = trio.TASK_STATUS_IGNORED) -> None:
+        config = hypercorn.config.Config()
+        config.bind = [f"fd://{os.dup(sock.fileno())}"]  # Hypercorn closes its own
+        config.accesslog = config.errorlog = None
+        config.include_server_header = False
+        config.graceful_timeout = 0.0
+        await hypercorn.trio.serve(app, config, task_status=task_status)
+
+    return serve
+
+
+def make(running: Running) -> QuartTrio:
+    """The app, with its routes."""
+    app = QuartTrio("appliance.admin", static_folder=None)
+    app.url_map.merge_slashes = False  # a request id may hold anything visible
+    app.url_map.strict_slashes = False
+    _reads(app, running)
+    _actions(app, running)
+    _debugging(app)
+    _errors(app)
+    return app
+
+
+def _reads(app: QuartTrio, running: Running) -> None:
+    gateway = running.gateway
+
+    @app.get("/status")
+    async def status() -> Response:
+        return _json(documents.status(running, time.monotonic()))
+
+    @app.get("/endpoints")
+    async def endpoints() -> Response:
+        return _json({"endpoints": documents.endpoints(gateway, time.monotonic())})
+
+    @app.get("/models")
+    async def models() -> Response:
+        return _json({"models": documents.models(gateway, time.monotonic())})
+
+    @app.get("/models/<path:name>")
+    async def model(name: str) -> Response:
+        document = documents.model(gateway, name, time.monotonic())
+        if document is None:
+            return _refused(404, "model_not_found", gateway.table.unknown(name).message)
+        return _json(document)
+
+    @app.get("/requests")
+    async def requests() -> Response:
+        limit = asked.args.get("limit", "20")
+        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= MOST_REQUESTS:
+            return _refused(400, "bad_limit", f"limit: expected 1 to {MOST_REQUESTS}")
+        return _json({"requests": documents.requests(gateway, int(limit), time.monotonic())})
+
+    @app.get("/requests/<path:request_id>")
+    async def request(request_id: str) -> Response:
+        document = documents.request(gateway, request_id, time.monotonic())
+        return _unknown_request(request_id) if document is None else _json(document)
+
+    @app.get("/config")
+    async def config() -> Response:
+        return _json(running.configuration())
+
+
+def _actions(app: QuartTrio, running: Running) -> None:
+    @app.post("/requests/<path:request_id>/cancel")
+    async def cancel(request_id: str) -> Response:
+        record = running.gateway.books.find(request_id)
+        if record is None:
+            return _unknown_request(request_id)
+        if not record.cancel():
+            return _refused(409, "request_over", f"request {request_id} is over: {record.outcome}")
+        log.info("request cancelled", request_id=request_id, by_uid=_caller())
+        return _json({"id": request_id, "cancelled": True})
+
+    @app.post("/reload")
+    async def reload() -> Response:
+        log.info("reload asked for", by_uid=_caller())
+        why_not = running.reload()
+        if why_not:
+            return _json({"taken": False, "faults": why_not.splitlines(), "needs_restart": []}, 409)
+        return _json({"taken": True, "faults": [], "needs_restart": running.configuration()["needs_restart"]})
+
+
+def _debugging(app: QuartTrio) -> None:
+    @app.get("/debug/tasks")
+    async def debug_tasks() -> Response:
+        tree = tasks.tree()
+        if asked.args.get("format") == "text":
+            return Response("\n".join(tasks.lines(tree)) + "\n", content_type="text/plain; charset=utf-8")
+        return _json(tree)
+
+    @app.get("/debug/memory")
+    async def debug_memory() -> Response:
+        top = asked.args.get("top", "0")
+        if not top.isascii() or not top.isdigit():
+            return _refused(400, "bad_top", "top: expected a number of rows")
+        return _json(memory.document(int(top)))
+
+    @app.post("/debug/memory/<switch>")
+    async def debug_tracing(switch: str) -> Response:
+        if switch not in ("trace", "untrace"):
+            return _refused(404, "not_found", "expected /debug/memory/trace or /debug/memory/untrace")
+        log.info("tracing of allocations switched", on=switch == "trace", by_uid=_caller())
+        memory.trace(switch == "trace")
+        return _json({"tracing": switch == "trace"})
+
+
+def _errors(app: QuartTrio) -> None:
+    @app.errorhandler(HTTPException)
+    async def refused(error: HTTPException) -> Response:
+        status = error.code or 500
+        answer = _refused(
+            status, "not_found" if status == 404 else "bad_request", f"{asked.path}: {error.name.lower()}"
+        )
+        for name, value in error.get_headers():
+            if name.lower() == "allow":
+                answer.headers["allow"] = value
+        return answer
+
+    @app.errorhandler(Exception)
+    async def failed(error: Exception) -> Response:
+        log.error("management API failed", path=asked.path, exc_info=error)
+        return _refused(500, "internal_error", "the router failed; its log says where")
+
+
+def _caller() -> int:
+    """The uid of whoever connected to the admin socket."""
+    return int(asked.headers.get(CALLER, "-1"))
+
+
+def _unknown_request(request_id: str) -> Response:
+    told = (
+        f"no request {request_id[:100]} is known: it was refused before it had a model, or is older than the last 4000"
+    )
+    return _refused(404, "request_not_found", told)
+
+
+def _json(document: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(document), status, content_type="application/json")
+
+
+def _refused(status: int, code: str, message: str) -> Response:
+    return Response(error_body(status, code, message), status, content_type="application/json")

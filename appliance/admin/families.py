@@ -1,0 +1,168 @@
+"""The road's plain counters as Prometheus families.
+
+Everything is read from the objects that the road acts on, at the moment of a scrape: a model or an endpoint that is
+gone has no series, without anybody having removed them. Label values come from names that the configuration or an
+endpoint gave; what clients make up is counted as "unknown" where it is counted (`gateway/record.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from .. import __version__
+from ..gateway.meters import Histogram, Meters, ModelMeters
+from ..gateway.service import Gateway
+from ..rules.scheduling.member import Member
+from ..rules.scheduling.saturation import pool_saturation
+
+BREAKER_STATES = {"closed": 0, "half-open": 1, "open": 2}
+
+
+def renderer(gateway: Gateway) -> Callable[[str], tuple[bytes, str]]:
+    """A function from an Accept field to the document and its content type."""
+    registry = CollectorRegistry()
+    registry.register(Families(gateway))
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+
+    def render(accept: str) -> tuple[bytes, str]:
+        encode, content_type = choose_encoder(accept)
+        return encode(registry), content_type
+
+    return render
+
+
+class Families(Collector):
+    """All families of the road; `now` is `time.monotonic`, replaced in tests."""
+
+    def __init__(self, gateway: Gateway, now: Callable[[], float] = time.monotonic) -> None:
+        self._gateway = gateway
+        self._now = now
+
+    def describe(self) -> list[Metric]:
+        """Nothing beforehand: registering would otherwise collect once."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        gateway = self._gateway
+        yield _build()
+        running = GaugeMetricFamily("appliance_requests_running", "Requests between their first and last byte.")
+        running.add_metric([], len(gateway.books.live))
+        yield running
+        yield from _of_models(gateway.meters)
+        yield from _of_decisions(gateway.meters)
+        yield from _of_endpoints(gateway.table.members.values(), self._now())
+        yield self._pools()
+
+    def _pools(self) -> Metric:
+        family = GaugeMetricFamily(
+            "appliance_pool_saturation",
+            "How full a pool is, as admission sees it: 1 is the healthy limit.",
+            labels=["model", "pool"],
+        )
+        now = self._now()
+        for name, entry in self._gateway.table.entries.items():
+            # one name may stand at two priorities; a series may stand only once
+            pools: dict[str, list[Member]] = {}
+            for pool in entry.pools:
+                pools.setdefault(pool.name, []).extend(member for member in pool.members if member.up)
+            for pool_name, members in pools.items():
+                family.add_metric([name, pool_name], pool_saturation(members, now))
+        return family
+
+
+def _build() -> Metric:
+    family = GaugeMetricFamily("appliance_build_info", "Always 1; the version is in the label.", labels=["version"])
+    family.add_metric([__version__], 1)
+    return family
+
+
+def _of_models(meters: Meters) -> Iterator[Metric]:
+    models = meters.models
+    requests = CounterMetricFamily(
+        "appliance_requests", "Requests by how they ended; 499: the client left.", labels=["model", "band", "code"]
+    )
+    tokens = CounterMetricFamily(
+        "appliance_tokens", "Tokens; cached ones are counted in prompt too.", labels=["model", "kind"]
+    )
+    for name, model in models.items():
+        for (band, code), count in model.requests.items():
+            requests.add_metric([name, band, str(code)], count)
+        tokens.add_metric([name, "prompt"], model.prompt_tokens)
+        tokens.add_metric([name, "cached"], model.cached_tokens)
+        tokens.add_metric([name, "completion"], model.completion_tokens)
+    yield requests
+    yield _histograms(
+        models, "appliance_request_duration_seconds", "From the request's arrival to its end.", lambda m: m.duration
+    )
+    yield _histograms(
+        models,
+        "appliance_time_to_first_token_seconds",
+        "From dispatch to the first content of a stream.",
+        lambda m: m.first_token,
+    )
+    yield _histograms(
+        models,
+        "appliance_inter_token_seconds",
+        "Between two contents of a stream: its mean, counted once for each gap.",
+        lambda m: m.inter_token,
+    )
+    yield tokens
+
+
+def _histograms(
+    models: dict[str, ModelMeters], name: str, text: str, of: Callable[[ModelMeters], Histogram]
+) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, text, labels=["model"])
+    for model, meters in models.items():
+        histogram = of(meters)
+        buckets: list[tuple[str, float]] = []
+        total = 0
+        for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+            total += count
+            buckets.append((floatToGoString(bound), total))
+        family.add_metric([model], buckets, histogram.sum)
+    return family
+
+
+def _of_decisions(meters: Meters) -> Iterator[Metric]:
+    rejections = CounterMetricFamily(
+        "appliance_rejections", "Requests refused before they were tried.", labels=["band", "reason"]
+    )
+    for (band, reason), count in meters.rejections.items():
+        rejections.add_metric([band, reason], count)
+    yield rejections
+    drops = CounterMetricFamily(
+        "appliance_filter_drops", "Endpoints left out of a choice, by filter.", labels=["filter"]
+    )
+    for name, count in meters.filter_drops.items():
+        drops.add_metric([name], count)
+    yield drops
+    hits = CounterMetricFamily(
+        "appliance_prefix_hits", "Choices by what the index of prompt heads came to.", labels=["result"]
+    )
+    for result, count in meters.prefix.items():
+        hits.add_metric([result], count)
+    yield hits
+
+
+def _of_endpoints(members: Iterable[Member], now: float) -> Iterator[Metric]:
+    up = GaugeMetricFamily("appliance_endpoint_up", "1 when it may get requests.", labels=["endpoint"])
+    inflight = GaugeMetricFamily(
+        "appliance_endpoint_inflight", "Requests of this router running there.", labels=["endpoint"]
+    )
+    breaker = GaugeMetricFamily("appliance_endpoint_breaker", "0 closed, 1 half-open, 2 open.", labels=["endpoint"])
+    for member in members:
+        up.add_metric([member.id], int(member.up))
+        inflight.add_metric([member.id], member.in_flight)
+        breaker.add_metric([member.id], BREAKER_STATES[member.breaker.state(now)])
+    yield up
+    yield inflight
+    yield breaker

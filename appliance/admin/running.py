@@ -1,0 +1,31 @@
+"""The running router, as its operator's side sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from ..gateway.service import Gateway
+
+
+@attrs.frozen
+class Running:
+    """Made by the composition root, which alone knows all parts. `started_at` is wall-clock time in seconds.
+
+    `keys` tells whether the door asks for keys.
+    `configuration` gives the document of `/config`. `reload` takes the configuration as it is now and answers with ""
+    or with why not. `not_ready` says why a load balancer should send nothing here, "" when it should.
+    """
+
+    gateway: Gateway
+    started_at: float
+    listen: tuple[str, ...]
+    metrics: tuple[str, ...]
+    admin_socket: str
+    keys: bool
+    connections: Callable[[], int]
+    draining: Callable[[], bool]
+    configuration: Callable[[], dict[str, Any]]
+    reload: Callable[[], str]

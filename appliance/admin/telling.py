@@ -1,0 +1,93 @@
+"""Sentences about endpoints and about what became of requests, for operators.
+
+The facts come from the road (`Member`, `Attempt`, `Step`, `Record`); here they are only put into words. Operators may
+read addresses and endpoint names, which a client's refusal must not hold (`rules/scheduling/retry.py`).
+"""
+
+from __future__ import annotations
+
+from ..facts import choice
+from ..facts.choice import Attempt
+from ..gateway.record import Record
+from ..rules.scheduling.filters import gate
+from ..rules.scheduling.member import Member
+from ..rules.scheduling.retry import LATE, GiveUp, PassOn, Retry, Step
+
+
+def state(member: Member, now: float) -> tuple[str, str]:
+    """One word for a table, and why it is so."""
+    shut = gate(member, now)
+    match shut:
+        case "":
+            if member.breaker.open_until:
+                return "probing", "its breaker was open after failures; the next request tries it"
+            return "ready", ""
+        case "ready":
+            return member.failing, "it does not answer as an engine should; asked again every second"
+        case "draining":
+            return "draining", "no new requests are sent there"
+        case _:
+            left = member.breaker.open_until - now
+            when = f"tried again in {left:.0f} s" if left > 0 else "one request is trying it now"
+            failures, known = member.breaker.history.bit_count(), member.breaker.known
+            return "stopped", f"its breaker opened after {failures} failures in its last {known} requests; {when}"
+
+
+def trouble(member: Member, now: float) -> str:
+    word, why = state(member, now)
+    return f"{member.id}: {word}: {why}" if why else ""
+
+
+def became(record: Record) -> str:
+    """The last sending of a request, where it did not fail there."""
+    match record.outcome:
+        case "running":
+            return "it is being answered" if record.first_byte_at else "nothing has come back yet"
+        case "ok":
+            return f"it answered with {record.code}"
+        case "failed" if record.reason == "error_event":
+            return "its stream carried an error event, which was passed on"
+        case "cancelled":
+            return record.message or "the router stopped"
+        case _:
+            return f"it ended: {record.outcome}"
+
+
+def happened(attempt: Attempt) -> str:
+    """What ended an attempt."""
+    detail = f" ({attempt.detail})" if attempt.detail else ""
+    match attempt.kind:
+        case choice.ANSWER:
+            return f"it answered with an error, HTTP {attempt.status}"
+        case choice.ERROR_EVENT:
+            return f"its stream began with an error{f', {attempt.status}' if attempt.status else ''}"
+        case choice.DEADLINE:
+            return LATE.get(attempt.deadline, f"{attempt.deadline} passed")
+        case choice.CLIENT_LEFT:
+            if attempt.deadline:
+                return f"the client took no bytes for longer than {attempt.deadline}"
+            return "the client closed its connection" + ("" if attempt.answered else " before anything came back")
+        case choice.REFUSED:
+            return f"no connection{detail}"
+        case _:
+            when = "in the middle of its answer" if attempt.answered else "before it answered"
+            return f"it broke off {when}{detail}"
+
+
+def followed(attempt: Attempt, step: Step) -> str:
+    """What was done next, and why that was allowed."""
+    match step:
+        case Retry(same=True) if attempt.reused:
+            return "the connection was an idle one that it had closed, so the request went there again on a fresh one"
+        case Retry(same=True):
+            return "it may have been the connection alone, so the request went there once more on a fresh one"
+        case Retry():
+            why = "it had not been sent" if not attempt.sent else "nothing had reached the client"
+            return f"{why}, so another endpoint was tried"
+        case PassOn(fallback=True):
+            return "nobody else could take it; where no fallback could either, the engine's own answer was passed on"
+        case PassOn():
+            return "that is the client's answer: no other endpoint would say anything else"
+        case GiveUp(refusal=refusal):
+            return f"given up: {refusal.message}"
+    return ""
