@@ -294,6 +294,43 @@ def test_the_engines_own_word_counts_until_it_starts_again() -> None:
     assert load.capacity == 0
 
 
+def test_the_engines_word_may_come_from_elsewhere() -> None:
+    subject = Admission(AdmissionSettings())
+    subject.table({"m": [Endpoint("e", "h", 1)]}, 0.0)
+    tickets = [Ticket("m", "gold") for _ in range(9)]
+    for ticket in tickets:
+        subject.ask(ticket, 0.0)
+    assert subject.told("e", 8, 1.0) == tickets[2:8]
+    assert subject.told("gone", 8, 1.0) == ()
+
+
+def test_what_others_run_there_counts() -> None:
+    load = Load("e", capacity=8)
+    load.hear(Sample(0.0, running=6, waiting=0), pressed=False)
+    assert (load.foreign, load.saturation, load.idle) == (6, 6 / 8, True)
+    mine = [Ticket("m", "silver") for _ in range(2)]
+    for ticket in mine:
+        load.send(ticket)
+    load.hear(Sample(1.0, running=8, waiting=3), pressed=False)
+    assert (load.foreign, load.saturation) == (9, 11 / 8)
+    load.fall_silent(2.0)
+    assert (load.foreign, load.saturation) == (0, 2 / 8)
+
+
+def test_what_ended_while_the_scrape_was_under_way_is_not_taken_for_somebody_elses() -> None:
+    load = Load("e", capacity=8)
+    mine = [Ticket("m", "silver") for _ in range(5)]
+    for ticket in mine:
+        load.send(ticket)
+    load.hear(Sample(0.0, running=5, waiting=0), pressed=False)
+    for ticket in mine[:3]:
+        load.end(ticket, answered=True)
+    load.hear(Sample(1.0, running=5, waiting=0), pressed=False)
+    assert load.foreign == 0
+    load.hear(Sample(2.0, running=5, waiting=0), pressed=False)  # a second later they are somebody's
+    assert load.foreign == 3
+
+
 def test_a_sample_older_than_the_last_changes_nothing() -> None:
     load = Load("e", capacity=8)
     load.hear(Sample(5.0, running=1, waiting=0), pressed=False)

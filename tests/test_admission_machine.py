@@ -153,7 +153,7 @@ class House:
     def room(self, ids: list[str], ceiling: float, slack: float) -> bool:
         """Whether one more fits under this ceiling (give or take `slack`), from the rules' own words."""
         loads = [self.admission.loads[id] for id in ids]
-        count = {load.id: load.inflight + load.leased for load in loads}
+        count = {load.id: load.inflight + load.leased + load.foreign for load in loads}
         silent = [load for load in loads if load.silent_until is not None]
         some = 0 < len(silent) < len(loads)
 
@@ -178,7 +178,7 @@ class House:
         after = before + (full(taker, 1) - full(taker, 0)) / len(loads)
         if after <= ceiling + slack or (ceiling > 1 and before < ceiling + slack):
             return True
-        return not any(count.values()) and taker.waiting / 5 <= ceiling + slack
+        return not any(load.inflight + load.leased for load in loads) and taker.waiting / 5 <= ceiling + slack
 
     def close(self) -> None:
         """Everybody goes; nothing may be left of anybody."""

@@ -102,7 +102,7 @@ def test_256_slots_of_known_capacity_are_filled_in_one_go() -> None:
 
 
 def test_a_waiting_engine_counts_though_few_are_in_flight() -> None:
-    subject = admission()
+    subject = admission(endpoint("e", 64))
     subject.sampled("e", Sample(0.0, running=8, waiting=5), 0.0)
     run(subject, "gold", 1)
     assert ask(subject, "silver").state == "waiting"

@@ -53,30 +53,37 @@ def saturation(waiting: int, kv: float, running: int, capacity: int) -> float:
 
     The queue is the larger of what the engine reports and what cannot be in its batch: a report is up to a scrape old.
     """
-    if not capacity:
-        return max(waiting / QUEUE_LIMIT, kv / KV_LIMIT)
-    queue = running - capacity
-    return max((queue if queue > waiting else waiting) / QUEUE_LIMIT, kv / KV_LIMIT, running / capacity)
+    figure = kv / KV_LIMIT
+    if capacity:
+        if running / capacity > figure:
+            figure = running / capacity
+        if running - capacity > waiting:
+            waiting = running - capacity
+    return figure if figure > waiting / QUEUE_LIMIT else waiting / QUEUE_LIMIT
 
 
 class Load:
     """One endpoint's load. Changed by `Admission` alone; `gateway` and scheduling may read it.
 
     `inflight` are requests sent and not ended, `leased` grants booked here and not sent yet, `proven` those in flight
-    that are known to run. `saturation` is the endpoint's own figure, `open` tells whether one more request may come as
-    far as an unknown capacity is concerned. Both are kept up to date by every change, because they are read far more
-    often.
+    that are known to run. `foreign` are requests of others (another router, the one before a restart, clients that left
+    while their engine has not noticed): what a sample shows beyond the most we had in flight since the sample before.
+    That maximum and not the present figure, because requests that end while a scrape is under way are still in it.
+    `saturation` is the endpoint's own figure, `open` tells whether one more request may come as far as an unknown
+    capacity is concerned. Both are kept up to date by every change, because they are read far more often.
     """
 
     __slots__ = (
         "_doubt_at",
         "_doubt_s",
+        "_peak",
         "_pins",
         "_said",
         "_turned",
         "capacity",
         "elastic",
         "fixed",
+        "foreign",
         "full",
         "generation",
         "heard_at",
@@ -110,6 +117,8 @@ class Load:
         self.generation: int | None = None
         self.heard_at: float | None = None
         self.silent_until: float | None = None
+        self.foreign = 0
+        self._peak = 0
         self._said = 0
         self._pins = 0
         self._turned = False
@@ -131,7 +140,7 @@ class Load:
 
     def after(self) -> float:
         """What `saturation` would be with one request more."""
-        return saturation(self.waiting, self.kv, self.inflight + self.leased + 1, self.capacity)
+        return saturation(self.waiting, self.kv, self.inflight + self.leased + self.foreign + 1, self.capacity)
 
     def configure(self, capacity: int, elastic: bool) -> None:
         """Take what the table says now. `capacity` 0 is unknown; an `elastic` endpoint has no batch to overfill."""
@@ -151,6 +160,8 @@ class Load:
 
     def send(self, ticket: Ticket) -> None:
         self.inflight += 1
+        if self.inflight > self._peak:
+            self._peak = self.inflight
         self.unproven[ticket] = None
         self._weigh()
 
@@ -158,6 +169,8 @@ class Load:
         """Send a request whose lease is booked here: the sum stays, so nothing has to be weighed."""
         self.leased -= 1
         self.inflight += 1
+        if self.inflight > self._peak:
+            self._peak = self.inflight
         self.unproven[ticket] = None
 
     def prove(self, ticket: Ticket) -> None:
@@ -200,9 +213,16 @@ class Load:
         self.silent_until = None
         if sample.capacity is not None:
             self._said = sample.capacity
+        self.foreign = max(0, sample.running + sample.waiting - self._peak)
+        self._peak = self.inflight
         self.waiting = sample.waiting
         self.kv = sample.kv or 0.0
         self._learn(sample, pressed)
+        self._recount()
+
+    def tell(self, capacity: int) -> None:
+        """The engine's word outside its samples; 0 takes it back. It ends when the engine starts again."""
+        self._said = capacity
         self._recount()
 
     def _forget(self) -> None:
@@ -243,6 +263,7 @@ class Load:
             return False
         self.silent_until = now + SILENCE_S
         self.waiting = 0
+        self.foreign = 0
         self.kv = 0.0
         self._pins = 0
         self._weigh()
@@ -260,7 +281,7 @@ class Load:
         self._weigh()
 
     def _weigh(self) -> None:
-        running = self.inflight + self.leased
+        running = self.inflight + self.leased + self.foreign
         self.saturation = saturation(self.waiting, self.kv, running, self.capacity)
         self.open = (
             bool(self.capacity)

@@ -27,7 +27,7 @@ SLACK = 1e-9
 
 
 class Pool:
-    """The endpoints of a model that share a priority. `silent` counts those of them that count as full."""
+    """The endpoints of a model that share a pool name and a priority. `silent` counts those that count as full."""
 
     __slots__ = ("loads", "name", "silent")
 
@@ -81,17 +81,14 @@ class Pool:
 
 
 def pools_of(endpoints: Iterable[Endpoint], loads: dict[str, Load]) -> tuple[Pool, ...]:
-    """A model's endpoints as pools, the one that is filled first at the head: highest `pool_priority` first.
+    """A model's endpoints as pools, in the order they are filled: the highest `pool_priority` first, then by name.
 
-    `loads` has every endpoint by id. A pool is called what its first endpoint calls it.
+    `loads` has every endpoint by id.
     """
-    tiers: dict[int, list[Endpoint]] = {}
+    tiers: dict[tuple[int, str], list[Load]] = {}
     for endpoint in endpoints:
-        tiers.setdefault(endpoint.pool_priority, []).append(endpoint)
-    return tuple(
-        Pool(tiers[priority][0].pool, [loads[endpoint.id] for endpoint in tiers[priority]])
-        for priority in sorted(tiers, reverse=True)
-    )
+        tiers.setdefault((-endpoint.pool_priority, endpoint.pool), []).append(loads[endpoint.id])
+    return tuple(Pool(name, tiers[rank, name]) for rank, name in sorted(tiers))
 
 
 def place(pools: tuple[Pool, ...], ceiling: float) -> tuple[Pool, Load] | None:

@@ -159,6 +159,14 @@ class Admission:
             self._count_silent(load)
         return self._fill(load.lanes, now)
 
+    def told(self, endpoint: str, capacity: int, now: float) -> Sequence[Ticket]:
+        """The engine said elsewhere how many requests it can run at once (llama.cpp's slots); 0 takes it back."""
+        load = self.loads.get(endpoint)
+        if load is None:
+            return NOBODY
+        load.tell(capacity)
+        return self._fill(load.lanes, now)
+
     def silent(self, endpoint: str, now: float) -> Sequence[Ticket]:
         """An endpoint's scrapes fail. It counts as full until it is heard again, for `capacity.SILENCE_S` at most."""
         load = self.loads.get(endpoint)
