@@ -17,7 +17,7 @@ moments at which it was due, however late it is called: a process that lags behi
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections import deque
 
 import attrs
@@ -71,7 +71,7 @@ class Batch:
         self._waiting: deque[Sequence] = deque()
         self._prefilling: deque[Sequence] = deque()
         self._prefill_from = 0.0  # when the head of the prefill queue began
-        self._delayed: list[tuple[float, int, Sequence]] = []
+        self._delayed: list[tuple[float, int, Sequence]] = []  # in the order of their time
         self._delays = 0
         self._decoding: dict[Sequence, None] = {}
         self._stepping: list[Sequence] = []  # who takes part in the step that is under way
@@ -129,7 +129,6 @@ class Batch:
                 self._prefilling.remove(sequence)
             case "delayed":
                 self._delayed = [entry for entry in self._delayed if entry[2] is not sequence]
-                heapq.heapify(self._delayed)
             case "decoding":
                 del self._decoding[sequence]
                 if not self._decoding:  # nobody is left to wait for: the next to come must not
@@ -166,7 +165,7 @@ class Batch:
             if self._prefilling and self._prefill_from + self._prefill_s(self._prefilling[0]) <= due:
                 self._end_prefill()
             elif self._delayed and self._delayed[0][0] <= due:
-                self._start_decoding(heapq.heappop(self._delayed)[2])
+                self._start_decoding(self._delayed.pop(0)[2])
             else:
                 self._end_step()
             if self._step_ends is None and self._decoding:
@@ -213,7 +212,7 @@ class Batch:
         if due > self._clock:
             sequence.state = "delayed"
             self._delays += 1
-            heapq.heappush(self._delayed, (due, self._delays, sequence))
+            insort(self._delayed, (due, self._delays, sequence))
         else:
             self._start_decoding(sequence)
 
