@@ -229,3 +229,13 @@ def test_two_ranks_serve_once_both_are_there_and_die_together() -> None:
             stop(popen)
             assert popen.stderr is not None
             popen.stderr.close()
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APPLIANCE_SIM_API_KEY", "secret")
+    with running() as process:
+        assert status_of(f"{process.url}/v1/models") == 401
+        assert status_of(f"{process.url}/health") == 200
+        assert [model.id for model in openai.OpenAI(base_url=f"{process.url}/v1", api_key="secret").models.list()] == [
+            "m"
+        ]

@@ -27,7 +27,14 @@ _AFTER = click.IntRange(min=0)
 )
 @click.option("--host", default="127.0.0.1", help="Address to serve at.")
 @click.option("--name", default="", help="What answers carry as x-sim-id.  [default: sim-PORT]", show_default=False)
-@click.option("--api-key", default="", help="Key that /v1 asks for; none by default.", show_default=False)
+@click.option(
+    "--api-key",
+    default="",
+    envvar="APPLIANCE_SIM_API_KEY",
+    show_envvar=True,
+    help="Key that /v1 asks for; none by default.",
+    show_default=False,
+)
 @click.option("--keepalive-s", type=_SPEED, default=5.0, help="Close a connection idle for so long; 0 never.")
 @click.option(
     "--prefill-tokens-per-second", type=_SPEED, default=50_000.0, help="All prompts together; 0 is instantly."
