@@ -72,7 +72,11 @@ class Cache:
 
 
 class Run:
-    """One simulation: `hits` is the share of preamble blocks found in caches after the warm-up."""
+    """One simulation.
+
+    `hits` is the share of preamble blocks found in caches after the warm-up. From the request number `slow_from` on,
+    the replicas in `slow` take that many times as long; `before` and `after` count (preamble, replica) on either side.
+    """
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class Run:
         seed: int = 1,
         popular: float = 0.0,
         slow: dict[str, float] | None = None,
+        slow_from: int = 0,
     ) -> None:
         rng = Random(seed)
         texts = preambles(kinds, rng)
@@ -96,8 +101,9 @@ class Run:
         running = {member.id: 0 for member in members}
         queues: dict[str, list[tuple]] = {member.id: [] for member in members}
         events: list[tuple] = []
-        self.went: Counter[tuple[int, str]] = Counter()
-        self.most: Counter[str] = Counter()
+        self.before: Counter[tuple[int, str]] = Counter()
+        self.after: Counter[tuple[int, str]] = Counter()
+        self.results: Counter[str] = Counter()
         found = asked = done = sequence = 0
 
         def later(at: float, what: str, payload: object) -> None:
@@ -113,7 +119,7 @@ class Run:
             if done > requests // 5:
                 found += hit
                 asked += PREAMBLE_BLOCKS
-            pace = (slow or {}).get(name, 1.0)
+            pace = (slow or {}).get(name, 1.0) if done >= slow_from else 1.0
             length = ((PREAMBLE_BLOCKS - hit) * 0.01 + 0.5 * (1 + 0.03 * running[name])) * pace * rng.uniform(0.7, 1.3)
             later(now + length, "end", lease)
 
@@ -132,12 +138,12 @@ class Run:
                 if oracle:
                     member = members[kind % len(members)]
                 else:
-                    picked, _ = choose(entry, policy, now, rng, text=prompt(texts[kind], rng))
+                    picked, choice = choose(entry, policy, now, rng, text=prompt(texts[kind], rng))
                     assert picked is not None
                     member = picked
-                self.went[kind, member.id] += 1
+                    self.results[choice.prefix] += 1
+                (self.before if done < slow_from else self.after)[kind, member.id] += 1
                 lease = member.begin(now)
-                self.most[member.id] = max(self.most[member.id], member.in_flight)
                 if running[member.id] < slots:
                     start(now, lease, kind)
                 else:
@@ -164,3 +170,47 @@ def test_affinity_gets_nine_tenths_of_the_hits_of_pinning(kinds: int, clients: i
     print(f"{kinds} preambles, {clients} clients: pinned {oracle:.3f}, affinity {affinity:.3f}, without {blind:.3f}")
     assert affinity >= 0.9 * oracle
     assert 0.1 < blind < 0.4
+
+
+@pytest.mark.parametrize("clients", [1, 3, 6, 24])
+def test_a_system_prompt_for_everybody_does_not_send_everybody_to_one_replica(clients: int) -> None:
+    run = Run(fleet(), 1, clients=clients, requests=600)
+    shares = [run.after[0, name] / 600 for name in ("e0", "e1", "e2")]
+    print(f"{clients} clients under one system prompt:", ", ".join(f"{share:.0%}" for share in shares))
+    assert all(share >= 0.25 for share in shares)
+
+
+def test_simultaneous_requests_under_one_system_prompt_find_the_idle_replicas() -> None:
+    entry = fleet()
+    rng = Random(1)
+    text = preambles(1, rng)[0]
+    for _ in range(20):
+        choose(entry, AFFINITY, 0.0, rng, text=prompt(text, rng))
+    busy = []
+    for _ in range(3):
+        member, _ = choose(entry, AFFINITY, 0.0, rng, text=prompt(text, rng))
+        assert member is not None
+        busy.append(member)
+        member.begin(0.0)
+    assert len(set(busy)) == 3
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_an_overloaded_replica_loses_its_affinity_traffic_and_the_others_keep_theirs(seed: int) -> None:
+    run = Run(fleet(), 24, clients=24, requests=3000, seed=seed, slow={"e0": 10.0}, slow_from=1000)
+    home = {kind: max(("e0", "e1", "e2"), key=lambda name: run.before[kind, name]) for kind in range(24)}
+    lost = [kind for kind in home if home[kind] == "e0"]
+    kept = [kind for kind in home if home[kind] != "e0"]
+
+    def at_home(kinds: list[int], went: Counter[tuple[int, str]]) -> float:
+        everywhere = sum(went[kind, name] for kind in kinds for name in ("e0", "e1", "e2"))
+        return sum(went[kind, home[kind]] for kind in kinds) / everywhere
+
+    print(
+        f"e0 slows down: its preambles at home {at_home(lost, run.before):.2f} -> {at_home(lost, run.after):.2f}, "
+        f"the others' {at_home(kept, run.before):.2f} -> {at_home(kept, run.after):.2f}"
+    )
+    assert len(lost) >= 5
+    assert at_home(lost, run.before) > 0.85
+    assert at_home(lost, run.after) < 0.6
+    assert at_home(kept, run.after) > 0.85

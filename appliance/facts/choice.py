@@ -25,7 +25,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     `penalties` were taken off (empty when nobody had one). `picked` is an index into `candidates`, -1 when there was
     none. `drops` are pairs of endpoint id and filter name. `prefix` is a key of `PREFIX`; `text_bytes` of the prompt
     were looked up and `matched_bytes` of them had been seen before (by any endpoint); `guarded` are the candidates that
-    were too loaded for affinity.
+    were too loaded, or too lately at fault, for affinity.
     """
 
     model: str
@@ -64,7 +64,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
         if self.text_bytes:
             seen = f"{self.matched_bytes} of the first {self.text_bytes} bytes of the prompt were seen before"
             lines.append(f"{seen}: {PREFIX[self.prefix]}")
-        lines.extend(f"{name} is too loaded to attract more of the prompts it knows" for name in self.guarded)
+        lines.extend(f"{name} attracts no prompts it knows: it is loaded, or failed lately" for name in self.guarded)
         if self.picked < 0:
             lines.append("no endpoint could take it")
         return lines

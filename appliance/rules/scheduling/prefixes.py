@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-NODE_BYTES = 500
-"""What a node costs beside its label: the object, its tables, its place in the list (Python 3.11, 64 bit)."""
+NODE_BYTES = 650
+"""What a node costs beside its label: the object, its tables, its place in the list (summed on Python 3.11, 64 bit)."""
 TEXT_BYTES = 32 << 10
 """Only so much of a prompt is looked at: about 8,000 tokens. A longer shared head would be told apart no better by more
 of it, and a single prompt could otherwise displace thousands of others."""

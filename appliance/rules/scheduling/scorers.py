@@ -20,11 +20,16 @@ COLD_VOTE = 0.5
 STRAIN_BATCHES = 1.5
 STRAIN_WAITING = 1.5 * QUEUE_LIMIT
 STRAIN_KV = 0.9
-"""Load in batches, waiting requests, or share of the KV cache, that strain an endpoint by itself. Above the healthy
-limits, because a few requests behind a full batch wait less than computing a long head again takes: at the limits
-themselves, the simulation in `tests/test_scheduling_affinity.py` lost a fifth of the hits whenever as many clients
-asked as there were slots."""
-STRAIN_RATIO = 1.5
+"""Load in batches, waiting requests, or share of the KV cache, that make up a strain of 1.0. Above the healthy limits,
+because a few requests behind a full batch wait less than computing a long head again takes: at the limits themselves,
+the simulation in `tests/test_scheduling_affinity.py` lost a fifth of the hits whenever as many clients asked as there
+were slots."""
+STRAIN_LEAST = 0.25
+STRAIN_RATIO = 2.0
+"""A strained endpoint is guarded when its strain is this many times the mean of the others. Below a strain of 1.0 it
+takes proportionally more, and below the least nothing does: half a batch beside idle neighbours is an imbalance, two
+requests are not. At 1.5 the same simulation moved prompts for noise; at 3 a replica ten times slower than the others
+kept more than half of the prompts it knew."""
 GUARDED_PENALTY = 0.25
 
 
@@ -49,7 +54,7 @@ def inflight(members: Sequence[Member]) -> list[float]:
     """1.0 for the least loaded candidate, less for others by their distance to it, counted in batches."""
     loads = [(member.in_flight + member.foreign) * member.per_slot for member in members]
     least = min(loads)
-    return [SOFTENING / (SOFTENING + load - least) for load in loads]
+    return [SOFTENING / (SOFTENING + (load - least)) for load in loads]
 
 
 def prefix(
@@ -95,12 +100,12 @@ def session(members: Sequence[Member], guarded: Sequence[bool] | None, home: str
 
 
 def guards(members: Sequence[Member], now: float) -> list[bool] | None:
-    """Which candidates may not attract by affinity: those that are busy by themselves *and* clearly busier than the
-    others. None when there is none.
+    """Which candidates may not attract by affinity: those that are strained by themselves *and* clearly more than the
+    others, and those that failed a moment ago. None when there is none.
 
     Judged one by one: a replica that drowns loses the prompts it knows, and the others keep theirs. Both halves are
-    needed: when everybody is busy, moving a prompt wins nothing and costs a cache; and one request beside an idle
-    neighbour is no load.
+    needed: when everybody is busy, moving a prompt wins nothing and costs a cache; and two requests beside an idle
+    neighbour are no load.
     """
     total = 0.0
     strains = []
@@ -113,13 +118,14 @@ def guards(members: Sequence[Member], now: float) -> list[bool] | None:
             strain = member.kv / STRAIN_KV
         strains.append(strain)
         total += strain
-        if strain >= 1.0 or member.penalty:
+        if strain >= STRAIN_LEAST or member.penalty:
             suspect = True
     if not suspect or len(members) < 2:
         return None
     rest = len(members) - 1
     barred = [
-        (strain >= 1.0 and strain * rest > STRAIN_RATIO * (total - strain)) or member.penalised(now) > GUARDED_PENALTY
+        (strain >= STRAIN_LEAST and min(strain, 1.0) * strain * rest > STRAIN_RATIO * (total - strain))
+        or member.penalised(now) > GUARDED_PENALTY
         for member, strain in zip(members, strains, strict=True)
     ]
     return barred if any(barred) else None
