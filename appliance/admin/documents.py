@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 from typing import Any
 
@@ -54,6 +55,8 @@ def status(running: Running, now: float) -> Document:
         "config_file": configuration["file"],
         "needs_restart": configuration["needs_restart"],
         "keys": running.keys,
+        "loopback": running.loopback,
+        "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "connections": running.connections(),
         "rss_bytes": resident().get("rss_bytes"),
         "requests": {"running": len(gateway.books.live), "ended": sum(by_code.values()), "by_code": by_code},

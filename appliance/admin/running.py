@@ -14,7 +14,8 @@ from ..gateway.service import Gateway
 class Running:
     """Made by the composition root, which alone knows all parts. `started_at` is wall-clock time in seconds.
 
-    `keys` tells whether the door asks for keys.
+    `listen` are the door's addresses as URLs, `loopback` tells
+    whether nobody outside this machine reaches them, `keys` whether the door asks for keys.
     `configuration` gives the document of `/config`. `reload` takes the configuration as it is now and answers with ""
     or with why not. `not_ready` says why a load balancer should send nothing here, "" when it should.
     """
@@ -25,6 +26,7 @@ class Running:
     metrics: tuple[str, ...]
     admin_socket: str
     keys: bool
+    loopback: bool
     connections: Callable[[], int]
     draining: Callable[[], bool]
     configuration: Callable[[], dict[str, Any]]

@@ -95,7 +95,7 @@ class AdminSite:
         private = sockets.listen(self._path, 0o600)
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(serve, private.sock)
+                await nursery.start(serve, private.sock, name="hypercorn")
                 self._serving = True
                 task_status.started()
         except Exception:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import attrs
 
 BACKLOG = 128
+LONGEST_NAME_BYTES = 107
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -62,8 +63,7 @@ def listen(path: str, mode: int) -> UnixSocket:
     try:
         os.makedirs(folder, mode=0o750, exist_ok=True)
         with _locked(folder) as descriptor:
-            # by way of the descriptor, because the kernel takes at most 107 bytes for the name of a socket
-            short = f"/proc/self/fd/{descriptor}/{os.path.basename(path)}"
+            short = _short(path, descriptor)
             _clear(short, path)
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
             try:
@@ -84,7 +84,7 @@ def connect(path: str) -> socket.socket:
     try:
         folder = os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            sock.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
+            sock.connect(_short(path, folder))
         finally:
             os.close(folder)
     except BaseException:
@@ -138,6 +138,13 @@ def _clear(short: str, path: str) -> None:
     raise CannotListen(
         f"another appliance serve runs here (pid {pid}): stop it, or give this one another socket than {path}"
     )
+
+
+def _short(path: str, folder: int) -> str:
+    """A name for `path` that the kernel takes: by way of the folder's descriptor where its own is too long."""
+    if len(os.fsencode(path)) <= LONGEST_NAME_BYTES:
+        return path
+    return f"/proc/self/fd/{folder}/{os.path.basename(path)}"
 
 
 def _identity(path: str) -> tuple[int, int]:

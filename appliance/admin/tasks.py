@@ -11,7 +11,9 @@ from typing import Any
 
 import trio
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TOOLS = (f"{_PACKAGE}nursery{os.sep}", f"{_PACKAGE}wire{os.sep}")
+_TRIO = os.path.dirname(os.path.abspath(trio.__file__)) + os.sep
 
 
 def tree() -> dict[str, Any]:
@@ -29,7 +31,7 @@ def lines(task: dict[str, Any], indent: str = "") -> list[str]:
     count = f" x{task['count']}" if "count" in task else ""
     text = [f"{indent}{task['name']}{count}  [{task['waits_at']}]"]
     for number, nursery in enumerate(task.get("nurseries", ())):
-        if number:
+        if number and nursery:
             text.append(f"{indent}  --")
         for child in nursery:
             text += lines(child, indent + "  ")
@@ -59,20 +61,24 @@ def _merged(tasks: Iterable[trio.lowlevel.Task]) -> list[dict[str, Any]]:
 
 
 def _place(task: trio.lowlevel.Task) -> str:
-    """Where the task stands in our own code, innermost, and what it called from there."""
+    """The innermost position that says what the task is about, and what was called from there: every connection waits
+    in the same line of Trio and of our own sockets."""
     if task is trio.lowlevel.current_task():
         return "running"
-    ours = innermost = ""
+    position = called = ""
     for frame, line in task.iter_await_frames():
         code = frame.f_code
-        innermost = code.co_name
-        if code.co_filename.startswith(_PACKAGE):
-            ours = f"{os.path.relpath(code.co_filename, _PACKAGE)}:{line} {code.co_qualname}"
-            called = False
+        if code.co_filename.startswith(_TRIO) or (position and code.co_filename.startswith(_TOOLS)):
+            called = called or code.co_qualname
         else:
-            called = True
-    if not innermost:
-        return "not started"
-    if not ours:
-        return innermost
-    return f"{ours} > {innermost}" if called else ours
+            position, called = f"{_file(code.co_filename)}:{line} {code.co_qualname}", ""
+    if position and called:
+        return f"{position} > {called}"
+    return position or called or "not started"
+
+
+def _file(name: str) -> str:
+    """A file of ours by its place in the package, another's by its place among the installed ones."""
+    if name.startswith(_PACKAGE):
+        return os.path.relpath(name, _PACKAGE)
+    return name.rpartition("site-packages/")[2]

@@ -13,6 +13,14 @@ from ..rules.scheduling.filters import gate
 from ..rules.scheduling.member import Member
 from ..rules.scheduling.retry import LATE, GiveUp, PassOn, Retry, Step
 
+FAILING = {
+    "unreachable": "no connection to it; tried again every second",
+    "silent": "it takes connections and does not answer; asked again every second",
+    "loading": "it says that it is not ready yet; asked again every second",
+    "without a list of models": "its /v1/models is no list, and the configuration names no models for it",
+}
+"""What lies behind the words of `Member.failing`."""
+
 
 def state(member: Member, now: float) -> tuple[str, str]:
     """One word for a table, and why it is so."""
@@ -23,7 +31,7 @@ def state(member: Member, now: float) -> tuple[str, str]:
                 return "probing", "its breaker was open after failures; the next request tries it"
             return "ready", ""
         case "ready":
-            return member.failing, "it does not answer as an engine should; asked again every second"
+            return member.failing, FAILING.get(member.failing, "it cannot serve now; it is asked again every second")
         case "draining":
             return "draining", "no new requests are sent there"
         case _:
@@ -85,9 +93,17 @@ def followed(attempt: Attempt, step: Step) -> str:
             why = "it had not been sent" if not attempt.sent else "nothing had reached the client"
             return f"{why}, so another endpoint was tried"
         case PassOn(fallback=True):
-            return "nobody else could take it; where no fallback could either, the engine's own answer was passed on"
+            return "no other endpoint of the model could take it"
         case PassOn():
-            return "that is the client's answer: no other endpoint would say anything else"
-        case GiveUp(refusal=refusal):
-            return f"given up: {refusal.message}"
+            return "no other endpoint would say anything else, so this is the answer"
+        case GiveUp(fallback=True):
+            return "no other endpoint of the model could take it"
+        case GiveUp() if attempt.answered:
+            return "a part of the answer was there already, so nothing else was tried"
+        case GiveUp() if attempt.kind == choice.DEADLINE:
+            return "after a deadline nothing else is tried"
+        case GiveUp() if attempt.lost:
+            return "it may have been carried out already, so it was not sent again"
+        case GiveUp():
+            return "nothing else could be tried"
     return ""

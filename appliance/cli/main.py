@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import Any
 
 import click
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("appliance.cli.serve:serve", "Run the router: one endpoint in front of all engines."),
+    "ctl": ("appliance.cli.ctl.commands:ctl", "See and change a running router, and ask it why."),
     "sim": ("appliance.cli.sim:sim", "Run the built-in engine: vLLM's interface and timing, without a model."),
     "version": ("appliance.cli.version:version", "Print the version."),
 }
@@ -20,25 +22,29 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are called."""
+    """A group whose commands are imported when they are called; `table` as above."""
+
+    def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self._table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self._table:
             return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        module, _, attribute = self._table[cmd_name][0].partition(":")
         command = getattr(import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in self._table.items()])
 
 
-@click.group(cls=LazyGroup)
+@click.group(cls=LazyGroup, table=COMMANDS)
 def appliance() -> None:
     """Turn a few machines into a private LLM service."""
 

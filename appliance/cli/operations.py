@@ -87,10 +87,11 @@ class Operations:
         return Running(
             gateway=router.gateway,
             started_at=router.started_at,
-            listen=tuple(router.addresses),
+            listen=router.urls,
             metrics=self.metrics,
             admin_socket=router.settings.server.admin_socket,
             keys=False,
+            loopback=router.loopback,
             connections=lambda: len(router.listeners.connections),
             draining=lambda: router.door.draining,
             configuration=lambda: configuration(router),

@@ -152,6 +152,17 @@ class Router:
 
     # -- what others may ask for ---------------------------------------------------------------------------------------
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The door's addresses, as they came out."""
+        scheme = "https" if self.listeners.context else "http"
+        return tuple(f"{scheme}://{address}" for address in self.addresses)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether nobody outside this machine reaches the door."""
+        return all(_is_loopback(address.host) for address in self.settings.server.listen)
+
     def begin_stop(self) -> None:
         """No new connections; running requests get `drain_s`."""
         self.door.draining = True
@@ -194,16 +205,15 @@ class Router:
 
     def _announce(self) -> None:
         """The lines of a start."""
-        scheme = "https" if self.listeners.context else "http"
         log.info(
             "serving",
             version=__version__,
-            listen=",".join(f"{scheme}://{address}" for address in self.addresses),
+            listen=",".join(self.urls),
             metrics=",".join(self.operations.metrics),
             admin=self.settings.server.admin_socket,
             pid=os.getpid(),
         )
-        if not all(_is_loopback(address.host) for address in self.settings.server.listen):
+        if not self.loopback:
             log.warning(
                 "anybody who can reach this address can use every model: the door has no keys",
                 listen=",".join(self.addresses),

@@ -151,5 +151,6 @@ def _peer(address: object) -> str:
 
 def _name(listener: socket.socket) -> str:
     with contextlib.suppress(OSError):
-        return _peer(listener.getsockname())
+        name = listener.getsockname()
+        return name if isinstance(name, str) else _peer(name)
     return "closed"

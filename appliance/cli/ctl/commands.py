@@ -1,0 +1,28 @@
+"""The commands of `appliance ctl`; each is imported when it is called."""
+
+from __future__ import annotations
+
+import click
+
+from ..main import LazyGroup
+from .asking import admin_option
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "status": ("appliance.cli.ctl.status:status", "The router at a glance."),
+    "doctor": ("appliance.cli.ctl.doctor:doctor", "Look for what is wrong, and say what to do."),
+    "endpoints": ("appliance.cli.ctl.endpoints:endpoints", "Engines: state, load, why one gets nothing."),
+    "models": ("appliance.cli.ctl.models:models", "Names that clients may ask for, and who serves them."),
+    "requests": ("appliance.cli.ctl.requests:requests", "Running and recent requests; cancel one."),
+    "explain": ("appliance.cli.ctl.explain:explain", "Why a request went as it did; what a model would meet now."),
+    "config": ("appliance.cli.ctl.config:config", "Check, show, write an example of, or reload the configuration."),
+}
+"""As in `cli/main.py`."""
+
+
+@click.group(cls=LazyGroup, table=COMMANDS)
+@admin_option(envvar="APPLIANCE_ADMIN", show_envvar=True)
+def ctl() -> None:
+    """See and change a running router, and ask it why.
+
+    The router is found by its admin socket; every command that reads has --json.
+    """

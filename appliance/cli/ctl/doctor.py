@@ -1,0 +1,110 @@
+"""`appliance ctl doctor`: looks at everything that commonly goes wrong, and says what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import click
+from rich.text import Text
+
+from ..config import ConfigError, load
+from .asking import ask, reads
+from .screen import counted, print_json, print_pairs
+
+OPEN_FILES = 8192
+"""A stream takes two: the default limit of 1,024 ends at some five hundred streams."""
+
+
+@attrs.frozen
+class Finding:
+    """`verdict` is "ok", "warning" or "failed"; the last makes the exit status 1."""
+
+    check: str
+    verdict: str
+    text: str
+
+
+@click.command()
+@reads
+def doctor(as_json: bool) -> int:
+    """Look for what is wrong, and say what to do. Changes nothing."""
+    findings = list(_findings())
+    failed = any(finding.verdict == "failed" for finding in findings)
+    if as_json:
+        print_json({"ok": not failed, "findings": [attrs.asdict(finding) for finding in findings]})
+    else:
+        marks = {"ok": ("ok", "green"), "warning": ("look", "yellow"), "failed": ("FAIL", "red")}
+        print_pairs((finding.check, Text.assemble(marks[finding.verdict], f"  {finding.text}")) for finding in findings)
+    return 1 if failed else 0
+
+
+def _findings() -> Iterator[Finding]:
+    file: str | None = None
+    status: dict[str, Any] | None = None
+    try:
+        status = ask("status")
+        file = status["config_file"]
+        yield Finding("router", "ok", f"appliance {status['version']}, {status['state']}, pid {status['pid']}")
+    except click.ClickException as error:
+        yield Finding("router", "failed", error.message)
+    yield from _configuration(file)
+    if status is not None:
+        if status["needs_restart"]:
+            yield Finding("restart", "warning", f"only a restart takes over: {', '.join(status['needs_restart'])}")
+        yield from _door(status)
+        yield from _endpoints()
+        yield from _models()
+
+
+def _configuration(file: str | None) -> Iterator[Finding]:
+    """The router's file where one answered, else the one that serve would read; under this environment."""
+    try:
+        loaded = load(file, os.environ)
+    except ConfigError as error:
+        more = f" (and {len(error.faults) - 1} more: ctl config check)" if len(error.faults) > 1 else ""
+        yield Finding("configuration", "failed", f"{error.faults[0]}{more}")
+        return
+    yield Finding("configuration", "ok", loaded.file or "no file: defaults and environment")
+
+
+def _door(status: dict[str, Any]) -> Iterator[Finding]:
+    public = [address for address in status["listen"] if not status["loopback"]]
+    if public and not status["keys"]:
+        yield Finding(
+            "door", "warning", f"anybody who can reach {', '.join(public)} can use every model: the door has no keys"
+        )
+    else:
+        yield Finding("door", "ok", ", ".join(status["listen"]))
+    limit = status["open_files_limit"]
+    if limit < OPEN_FILES:
+        yield Finding(
+            "open files",
+            "warning",
+            f"at most {limit:,}, a stream takes two: raise it (LimitNOFILE= in the unit, ulimit -n)",
+        )
+    else:
+        yield Finding("open files", "ok", f"at most {limit:,}")
+
+
+def _endpoints() -> Iterator[Finding]:
+    found = ask("endpoints")["endpoints"]
+    if not found:
+        yield Finding("endpoints", "failed", "none: add [[endpoints]] to the configuration")
+    for entry in found:
+        if entry["why"]:
+            told = f"{entry['id']} ({entry['url']}) is {entry['state']}: {entry['why']}"
+            yield Finding("endpoint", "warning", told)
+    if found and not any(entry["why"] for entry in found):
+        yield Finding("endpoints", "ok", f"{counted(len(found), 'endpoint')}, all ready")
+
+
+def _models() -> Iterator[Finding]:
+    found = ask("models")["models"]
+    for entry in found:
+        if not entry["ready"]:
+            yield Finding("model", "failed", entry["why"])
+    if found and all(entry["ready"] for entry in found):
+        yield Finding("models", "ok", f"{counted(len(found), 'model')}, all ready")

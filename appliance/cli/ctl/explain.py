@@ -1,0 +1,41 @@
+"""`appliance ctl explain`: one request's story, or what a request for a model would meet now."""
+
+from __future__ import annotations
+
+import click
+
+from . import story
+from .asking import ask, reads
+from .screen import print_json
+
+
+@click.group()
+def explain() -> None:
+    """Why a request went as it did; what a request for a model would meet now."""
+
+
+@explain.command()
+@click.argument("request_id", metavar="ID")
+@reads
+def request(request_id: str, as_json: bool) -> None:
+    """Tell the story of a request: every choice, every attempt, and why the next step was taken.
+
+    ID is what the client got as x-request-id, and `ctl requests` lists.
+    """
+    document = ask("requests", request_id)
+    if as_json:
+        print_json(document)
+    else:
+        story.tell_request(document)
+
+
+@explain.command()
+@click.argument("name", metavar="NAME")
+@reads
+def model(name: str, as_json: bool) -> None:
+    """Say what a name means, and what a request for it would meet now."""
+    document = ask("models", name)
+    if as_json:
+        print_json(document)
+    else:
+        story.tell_model(document)

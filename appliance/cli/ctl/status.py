@@ -1,0 +1,56 @@
+"""`appliance ctl status`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.text import Text
+
+from .asking import ask, reads
+from .screen import console, counted, print_json, print_lines, print_pairs, size, styled, whole_seconds
+
+
+@click.command()
+@reads
+def status(as_json: bool) -> None:
+    """The router at a glance."""
+    document = ask("status")
+    if as_json:
+        print_json(document)
+        return
+    up = whole_seconds(document["uptime_s"])
+    head = (f"appliance {document['version']}  ", styled(document["state"]), f"  up {up}  pid {document['pid']}")
+    console().print(Text.assemble(*head))
+    print_pairs(
+        [
+            ("door", ", ".join(document["listen"]) + ("" if document["keys"] else "  (no keys)")),
+            ("metrics", ", ".join(document["metrics_listen"]) or "off"),
+            ("config", document["config_file"] or "no file: defaults and environment"),
+            ("memory", size(document["rss_bytes"])),
+            ("endpoints", f"{document['endpoints']['up']} of {document['endpoints']['known']} up"),
+            ("models", f"{document['models']['ready']} of {document['models']['known']} ready"),
+            ("requests", requests_line(document["requests"])),
+            ("clients", counted(document["connections"], "connection")),
+        ]
+    )
+    troubles = list(document["troubles"])
+    if document["needs_restart"]:
+        troubles.append(f"changed in the file, but only a restart takes it: {', '.join(document['needs_restart'])}")
+    if troubles:
+        console().print()
+        print_lines([Text(trouble, style="yellow") for trouble in troubles])
+
+
+def requests_line(figures: dict[str, Any]) -> str:
+    """Running ones, and how the ended ones ended."""
+    classes = {"answered": 0, "client errors": 0, "failed": 0, "left by the client": 0}
+    for code, number in figures["by_code"].items():
+        if code == "499":
+            classes["left by the client"] += number
+        elif code < "400":
+            classes["answered"] += number
+        else:
+            classes["client errors" if code < "500" else "failed"] += number
+    told = ", ".join(f"{number:,} {name}" for name, number in classes.items() if number)
+    return f"{figures['running']:,} running; {told or 'none so far'}"
