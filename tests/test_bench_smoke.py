@@ -185,6 +185,34 @@ def test_every_row_without_peers_runs(row: str, figures: set[str]) -> None:
     assert {line["figure"] for line in lines if "figure" in line} == figures
 
 
+def test_streams_over_sims_through_our_own_router() -> None:
+    lines = lines_of("many_streams", "--routers", "appliance")
+    checks = [line for line in lines if "check" in line]
+    assert len(checks) == 5
+    assert all(line["ok"] for line in checks)
+
+
+def test_prefix_row_sees_hits_that_affinity_makes() -> None:
+    lines = lines_of("prefix", "--routers", "appliance")
+    assert all(line["ok"] for line in lines if "check" in line)
+    hits = {line["router"]: line["value"] for line in lines if line.get("figure") == "hits"}
+    assert set(hits) == {"oracle", "appliance", "appliance without"}
+    assert all(0 < share < 1 for share in hits.values())
+
+
+def test_numbers_in_a_varying_body_go_on_where_they_are_told_to(tmp_path: Path) -> None:
+    body = native.body_file(tmp_path, native.distinct_body(100))
+    log = tmp_path / "log"
+    with log.open("wb") as sink:
+        engine = machine.spawn([native.built("engine"), "--log"], core=None, log=sink, stdout=subprocess.PIPE)
+        assert engine.stdout is not None
+        found = native.load(None, int(engine.stdout.readline()), body, "--requests", 3, "--first", 41)
+        machine.end(engine)
+    assert found.answers == 3
+    text = log.read_text()
+    assert [number for number in range(39, 46) if f"{number:012d} and then" in text] == [41, 42, 43]
+
+
 def plan_of(tmp_path: Path, *names: str) -> Plan:
     report = Report("a row", io.StringIO())
     cores = machine.Cores.of_this_machine()

@@ -19,6 +19,7 @@ ROWS = {
     "stream_cost": "CPU per event of many streams",
     "added_latency": "what a router adds to an engine of 50 ms",
     "memory": "resident memory: idle, with idle connections, after many requests and prompts",
+    "prefix": "cache hits with and without prefix affinity; what a lookup costs",
     "many_streams": "1,000 streams over 3 sims; every hang-up frees the engine",
 }
 

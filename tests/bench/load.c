@@ -6,9 +6,10 @@
  * the others. What ends otherwise is counted by how it ended, never as an answer.
  *
  *   load --port P --body FILE [--path /v1/chat/completions] [--header 'Name: value']... [--connections N]
- *        [--requests R] [--seconds S] [--each E] [--limit-s L] [--stream] [--latencies FILE] [--hold]
+ *        [--requests R] [--seconds S] [--each E] [--first F] [--limit-s L] [--stream] [--latencies FILE] [--hold]
  *
  * --requests    how many in all; --each: how many on each connection, which then rests
+ * --first       number of the first request, for bodies that vary (default 1)
  * --stream      answers are event streams
  * --seconds     no request begins after this; the ones under way are read to the end
  * --limit-s     everything stops here; what is unfinished is counted as such (default 120)
@@ -60,7 +61,7 @@ static struct {
 } count;
 
 static int poller, streams, hold, port, connecting;
-static long max_requests = -1, max_each = -1, resting, closed;
+static long max_requests = -1, max_each = -1, first_number = 1, resting, closed;
 static struct conn **reopen;                 /* connections that closed, to be opened again while requests remain */
 static char *request; static size_t request_len;
 static char *mark; static int mark_len;      /* where the varying number goes, inside `request` */
@@ -154,7 +155,7 @@ static void begin_request(struct conn *c) {
     c->events = 0;
     if (mark) {
         char number[32];
-        snprintf(number, sizeof number, "%0*ld", mark_len, count.started);
+        snprintf(number, sizeof number, "%0*ld", mark_len, first_number + count.started - 1);
         memcpy(mark, number, mark_len);
     }
     c->began_us = now_us();
@@ -395,6 +396,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--connections")) connections = atoi(value);
         else if (!strcmp(argv[i], "--requests")) max_requests = atol(value);
         else if (!strcmp(argv[i], "--each")) max_each = atol(value);
+        else if (!strcmp(argv[i], "--first")) first_number = atol(value);
         else if (!strcmp(argv[i], "--seconds")) seconds = atof(value);
         else if (!strcmp(argv[i], "--limit-s")) limit_s = atof(value);
         else if (!strcmp(argv[i], "--latencies")) latency_file = value;

@@ -55,9 +55,16 @@ def _measure_one(plan: Plan, each: Running, plain: Path, distinct: Path, connect
         after.append(_mib(each))
     growth = after[1] / after[0]
     report.figure("rss_after_requests", "MiB", each.name, after[1], requests=requests, after_a_fifth=round(after[0], 1))
-    wrong += native.load(core, each.port, distinct, "--connections", 64, "--requests", requests).failed
-    report.figure("rss_after_distinct_prompts", "MiB", each.name, _mib(each), requests=requests)
-    before = _mib(each)
+    distinctly: list[float] = []
+    half = requests // 2
+    for first in (1, half + 1):
+        options = ("--connections", 64, "--requests", half, "--first", first)
+        wrong += native.load(core, each.port, distinct, *options).failed
+        distinctly.append(_mib(each))
+    before = distinctly[1]
+    report.figure(
+        "rss_after_distinct_prompts", "MiB", each.name, before, requests=requests, after_half=round(distinctly[0], 1)
+    )
     with native.held(core, each.port, plain, "--connections", connections, "--each", 1) as found:
         holding = _mib(each)
         wrong += found.failed + (connections - found.peak_open)
@@ -67,3 +74,5 @@ def _measure_one(plan: Plan, each: Running, plain: Path, distinct: Path, connect
     if each.name == "appliance":
         report.target("60 MiB idle", idle, idle <= _IDLE_TARGET_MIB)
         report.target("flat after warm-up: growth from a fifth of the requests to all", growth, growth <= _FLAT)
+        growth = distinctly[1] / distinctly[0]
+        report.target("prompt index capped: growth from half of the distinct prompts to all", growth, growth <= _FLAT)

@@ -41,7 +41,8 @@ class Site:
     metrics_port: int
     upstreams: tuple[int, ...]
     folder: Path
-    options: tuple[str, ...] = ()
+    engine: str = "openai"
+    settings: str = ""
 
 
 @attrs.frozen
@@ -156,12 +157,12 @@ def _appliance(site: Site) -> Launch:
         raise Missing(f"no command {path.name} beside this Python: install the project into this environment")
     endpoints = "".join(
         f'[[endpoints]]\nid = "e{number}"\nurl = "http://127.0.0.1:{port}/v1"\n'
-        f'models = ["{MODEL}"]\nengine = "openai"\n'
+        f'models = ["{MODEL}"]\nengine = "{site.engine}"\n'
         for number, port in enumerate(site.upstreams)
     )
     (site.folder / "appliance.toml").write_text(
         f'[server]\nlisten = "127.0.0.1:{site.port}"\nmetrics_listen = "127.0.0.1:{site.metrics_port}"\n'
-        f'admin_socket = "{site.folder / "admin.sock"}"\n' + endpoints
+        f'admin_socket = "{site.folder / "admin.sock"}"\n{site.settings}\n{endpoints}'
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("APPLIANCE_")}
     env |= {name: str(site.folder) for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")}
@@ -226,9 +227,18 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, log: Pat
 
 @contextlib.contextmanager
 def running(
-    names: Sequence[str], engines: Sequence[Engine], cores: machine.Cores, folder: Path
+    names: Sequence[str],
+    engines: Sequence[Engine],
+    cores: machine.Cores,
+    folder: Path,
+    *,
+    engine: str = "openai",
+    settings: str = "",
 ) -> Iterator[tuple[list[Running], list[Skipped]]]:
-    """Start the named routers side by side; one that is not being measured is idle. All end with the block."""
+    """Start the named routers side by side; one that is not being measured is idle. All end with the block.
+
+    `engine` and `settings` (lines of TOML) are for our own configuration alone.
+    """
     up: list[Running] = []
     skipped: list[Skipped] = []
     with contextlib.ExitStack() as stack:
@@ -238,7 +248,8 @@ def running(
                 continue
             home = folder / name
             home.mkdir()
-            site = Site(machine.free_port(), machine.free_port(), tuple(each.port for each in engines), home)
+            upstreams = tuple(each.port for each in engines)
+            site = Site(machine.free_port(), machine.free_port(), upstreams, home, engine, settings)
             log = home / "log"
             try:
                 launch = RECIPES[name](site)
