@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.bench.report import Report, paired_difference, paired_ratio
 NO_ERRORS = dict.fromkeys(("connect", "closed", "framing", "no_done", "error_event", "status", "unfinished"), 0)
 
 
-def lines_of(row: str, *options: str, status: int = 0) -> list[dict[str, object]]:
+def lines_of(row: str, *options: str, status: int = 0) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.bench", row, "--quick", *options],
         cwd=machine.REPOSITORY,
@@ -166,7 +167,7 @@ def test_cpu_of_a_process_tree_includes_its_children(script: str) -> None:
 
 def test_rows_print_conditions_figures_and_checks() -> None:
     lines = lines_of("throughput", "--routers", "direct")
-    assert lines[0]["conditions"]["routers"] == {"direct": {"version": "", "switched_on": "no router"}}  # type: ignore[index]
+    assert lines[0]["conditions"]["routers"] == {"direct": {"version": "", "switched_on": "no router"}}
     assert all(line["ok"] for line in lines if "check" in line)
     assert {line["figure"] for line in lines if "figure" in line} == {"requests_per_s", "cpu_per_request"}
 
