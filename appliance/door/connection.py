@@ -17,6 +17,7 @@ import itertools
 import secrets
 import socket
 import time
+from collections.abc import Awaitable
 from typing import Protocol
 
 import attrs
@@ -24,7 +25,7 @@ import structlog
 
 from ..facts.errors import Refusal
 from ..gateway.reply import ClientLeft, Left
-from ..nursery.sleeper import Cut, DeadlinePassed, Sleeper
+from ..nursery.sleeper import Cut, DeadlinePassed, Sleeper, breathe
 from ..wire import framing, head
 from ..wire.head import BadHead, RequestHead
 from ..wire.line import Line
@@ -62,8 +63,8 @@ class Site(Protocol):
     def admit(self, head: RequestHead, reply: HttpReply, peer: str) -> object:
         """Look at the head before any of the body is read; what is returned is handed to `answer`. Raises Refusal."""
 
-    async def answer(self, plan: object, head: RequestHead, body: bytes, reply: HttpReply) -> None:
-        """Answer. Raises Refusal while nothing was sent."""
+    def answer(self, plan: object, head: RequestHead, body: bytes, reply: HttpReply) -> Awaitable[None]:
+        """Answer. Raises Refusal while nothing was sent, in the call or when it is awaited."""
 
     def record(self, head: RequestHead | None, reply: HttpReply, peer: str, started: float) -> None:
         """The request is over, whatever came of it."""
@@ -102,16 +103,31 @@ class Connection:
 
     async def serve(self) -> None:
         """Never raises but for Trio's cancellation."""
+        line, sleeper = self.line, self._sleeper
+        requests = 0
         try:
-            while await self._serve_one():
-                self._unread = False
+            while True:
+                if not self._buffer:
+                    sleeper.arm(time.monotonic() + self._limits.keepalive_s, "keepalive_s")
+                    while (data := line.try_recv()) is None:
+                        await sleeper.sleep()
+                    if not data:
+                        return
+                    self._buffer = data
+                self.idle = False
+                if not await self._serve_one():
+                    break
+                self.idle = True
+                requests += 1
+                if requests & 15 == 0:
+                    await breathe(requests)
             if self._unread:
                 await self._linger()
         except (OSError, Cut, ClientLeft):
             return  # the client is gone or silent: nobody is left to tell
         finally:
-            self.line.on_hang_up = None
-            self.line.close()
+            line.on_hang_up = None
+            line.close()
 
     def go_idle_until(self, due: float) -> None:
         """A stop has begun: a connection that waits for its next request does so no longer than until `due`."""
@@ -125,16 +141,20 @@ class Connection:
         reply: HttpReply | None = None
         started = 0.0
         try:
-            request = await self._head()
-            if request is None:
-                return False
+            end = head.end_of_head(self._buffer)
+            if end < 0:
+                end = await self._rest_of_head()
+            request = head.read_request(self._buffer[:end])
+            self._buffer = self._buffer[end:]
             started = time.monotonic()
             keep = request.keep_alive and not self.site.draining
             reply = HttpReply(self.line, self._sleeper, request.minor, keep, _request_id(request), limits.write_stall_s)
             if request.method == b"HEAD":
                 reply.without_body()
             plan = self.site.admit(request, reply, self.peer)
-            body = await self._body(request)
+            body = b""
+            if request.length or request.chunked:
+                body = self._body_at_hand(request) or await self._body(request)
             self._answering = True
             if self.line.hung_up:
                 raise ClientLeft
@@ -170,7 +190,6 @@ class Connection:
             )
         finally:
             self._answering = False
-            self.idle = True
             self._sleeper.disarm()
             if self._reserved:
                 self._buffers.release(self._reserved)
@@ -183,55 +202,43 @@ class Connection:
 
     # -- head and body -----------------------------------------------------------------------------------------------
 
-    async def _head(self) -> RequestHead | None:
-        """The next head, or None when the client is done."""
-        sleeper, limits = self._sleeper, self._limits
-        buffer = self._buffer
-        if buffer:
-            self._begin_head()
-        else:
-            sleeper.arm(time.monotonic() + (0.0 if self.site.draining else limits.keepalive_s), "keepalive_s")
+    async def _rest_of_head(self) -> int:
+        """Wait for the rest of a head that has begun; where it ends in the buffer."""
+        self._sleeper.arm(time.monotonic() + self._limits.head_s, "head_s")
         while True:
-            if buffer:
-                end = head.parse_or_none(buffer)
-                if end >= 0:
-                    request = head.read_request(buffer[:end])
-                    self._buffer = buffer[end:]
-                    return request
             data = await self.line.recv()
             if not data:
-                if buffer:
-                    raise BadHead("the connection ended within a request header")
-                return None
-            if not buffer:
-                self._begin_head()
-                buffer = data
-            else:
-                buffer += data
+                raise BadHead("the connection ended within a request header")
+            self._buffer += data
+            end = head.end_of_head(self._buffer)
+            if end >= 0:
+                return end
 
-    def _begin_head(self) -> None:
-        self.idle = False
-        self._sleeper.arm(time.monotonic() + self._limits.head_s, "head_s")
+    def _body_at_hand(self, request: RequestHead) -> bytes:
+        """The body where it came with its head, as nearly all do; otherwise b"". Raises Refusal."""
+        length, buffer = request.length, self._buffer
+        if not length:
+            return b""
+        if length > self._limits.max_body_bytes:
+            raise self._too_large()
+        self._buffers.reserve(length)
+        self._reserved = length
+        have = len(buffer)
+        if have < length:
+            return b""
+        if have == length:
+            self._buffer = b""
+            return buffer
+        self._buffer = buffer[length:]
+        return buffer[:length]
 
     async def _body(self, request: RequestHead) -> bytes:
-        """The whole body. Raises Refusal; then some of it may be unread."""
-        if not request.chunked:
-            length = request.length
-            if length == 0:
-                return b""
-            if length > self._limits.max_body_bytes:
-                raise self._too_large()
-            self._buffers.reserve(length)
-            self._reserved = length
-            buffer = self._buffer
-            if len(buffer) >= length:
-                self._buffer = buffer[length:]
-                return buffer[:length] if len(buffer) > length else buffer
+        """A body still on its way; its length is reserved already. Raises Refusal; then some of it is unread."""
         self._unread = True
         if request.expects_continue and not self._buffer:
             await self.line.send_all(CONTINUE)
         try:
-            body = await (self._chunked_body() if request.chunked else self._sized_body(length))
+            body = await (self._chunked_body() if request.chunked else self._sized_body(request.length))
         except DeadlinePassed:
             raise Refusal(408, "request_timeout", "the request body came too slowly", retry_after_s=1) from None
         self._unread = False
@@ -318,6 +325,7 @@ class Connection:
     async def _linger(self) -> None:
         """Throw away what the client still sends, so that it can read the refusal before the connection ends."""
         self._sleeper.arm(time.monotonic() + LINGER_S, "linger")
+        self.line.push()
         self.line.sock.shutdown(socket.SHUT_WR)
         while await self.line.recv():
             continue

@@ -29,10 +29,15 @@ class HttpReply:
     the head leaves.
     """
 
-    __slots__ = (
-        "_head", "_line", "_no_body", "anthropic", "broken", "chunked", "ended", "extra", "keep_alive", "line", "minor",
-        "request_id", "sent_bytes", "sleeper", "stall_s", "started", "status",
-    )  # fmt: skip
+    anthropic = False
+    broken = False
+    ended = False
+    extra = b""
+    sent_bytes = 0
+    started = False
+    status = 0
+    _head = b""
+    _no_body = False
 
     def __init__(
         self, line: Line, sleeper: Sleeper, minor: int, keep_alive: bool, request_id: bytes, stall_s: float
@@ -44,16 +49,7 @@ class HttpReply:
         self.keep_alive = keep_alive
         self.request_id = request_id
         self.stall_s = stall_s
-        self.extra = b""
-        self.anthropic = False
         self.chunked = minor == 1
-        self.started = False
-        self.ended = False
-        self.status = 0
-        self.sent_bytes = 0
-        self._head = b""
-        self._no_body = False
-        self.broken = False
 
     def without_body(self) -> None:
         """The request was a HEAD."""

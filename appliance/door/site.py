@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -51,11 +51,14 @@ class Door:
         reply.anthropic = found.route.anthropic
         return found
 
-    async def answer(self, plan: object, head: RequestHead, body: bytes, reply: HttpReply) -> None:
+    def answer(self, plan: object, head: RequestHead, body: bytes, reply: HttpReply) -> Awaitable[None]:
         assert isinstance(plan, Found)
+        if plan.kind is Kind.FORWARD:
+            return self._forward(plan, head, body, reply)
+        return self._answer(plan, head, body, reply)
+
+    async def _answer(self, plan: Found, head: RequestHead, body: bytes, reply: HttpReply) -> None:
         match plan.kind:
-            case Kind.FORWARD:
-                await self._forward(plan, head, body, reply)
             case Kind.STORED:
                 await self._stored(plan, head, body, reply)
             case Kind.MODELS:
@@ -90,7 +93,7 @@ class Door:
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
-    async def _forward(self, found: Found, head: RequestHead, body: bytes, reply: HttpReply) -> None:
+    def _forward(self, found: Found, head: RequestHead, body: bytes, reply: HttpReply) -> Awaitable[None]:
         headers = head.by_name
         encoding = headers.get(b"content-encoding", b"")
         if encoding or body.startswith(bodies.BOM):
@@ -113,7 +116,7 @@ class Door:
             self._caller(head),
             time.monotonic(),
         )
-        await self.gateway.serve(call, reply)
+        return self.gateway.serve(call, reply)
 
     async def _stored(self, found: Found, head: RequestHead, body: bytes, reply: HttpReply) -> None:
         """To the endpoint that made the response; nobody else knows it."""

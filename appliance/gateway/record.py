@@ -32,37 +32,33 @@ class Record:
     that left ends the last one without a step). `promises` are the deadlines that held, None before the first dispatch.
     """
 
-    __slots__ = (
-        "arrived", "attempts", "band", "began_at", "choices", "code", "dispatched_at", "ended_at", "endpoint",
-        "estimated", "first_byte_at", "message", "model", "outcome", "promises", "queue_wait_s", "reason", "request_id",
-        "route", "sleeper", "steps", "stream", "tally", "tenant", "wanted",
-    )  # fmt: skip
+    code = 0
+    dispatched_at = 0.0
+    ended_at = 0.0
+    endpoint = ""
+    estimated = False
+    first_byte_at = 0.0
+    message = ""
+    model = ""
+    outcome = "running"
+    promises: Promises | None = None
+    queue_wait_s = 0.0
+    reason = ""
+    tally: Tally | None = None
 
     def __init__(self, call: Call, sleeper: Sleeper) -> None:
+        caller = call.caller
         self.request_id = call.request_id.decode("latin-1")
         self.route = call.route.name
         self.wanted = call.model
-        self.model = ""
-        self.band = call.caller.band
-        self.tenant = call.caller.tenant
+        self.band = caller.band
+        self.tenant = caller.tenant
         self.stream = call.stream
         self.began_at = time.time()
         self.arrived = call.arrived
-        self.dispatched_at = 0.0
-        self.first_byte_at = 0.0
-        self.ended_at = 0.0
-        self.queue_wait_s = 0.0
-        self.endpoint = ""
-        self.code = 0
-        self.outcome = "running"
-        self.reason = ""
-        self.message = ""
-        self.estimated = False
         self.choices: list[Choice] = []
         self.attempts: list[Attempt] = []
         self.steps: list[tuple[float, Step]] = []
-        self.promises: Promises | None = None
-        self.tally: Tally | None = None
         self.sleeper: Sleeper | None = sleeper
 
     def refused(self, refusal: Refusal, outcome: str = "refused") -> None:

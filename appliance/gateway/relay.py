@@ -38,7 +38,6 @@ _NOT_FROM_ENGINES = frozenset(
     )
 )  # fmt: skip
 _TO_ENGINES = (b"content-type", b"accept", b"traceparent", b"tracestate", b"user-agent")
-_HEAD_WITH_BODY_BYTES = 65536
 _JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 
 
@@ -67,104 +66,86 @@ class ErrorAnswer(Exception):
 class Attempt:
     """One try at one endpoint. `tally` counts the answer, `passed_on` tells that the client has got a part of it."""
 
-    __slots__ = (
-        "_answered",
-        "_body_bytes",
-        "_call",
-        "_promises",
-        "_reply",
-        "_upstream",
-        "dispatched_at",
-        "passed_on",
-        "sent",
-        "stream",
-        "tally",
-    )
+    passed_on = False
+    sent = False
+    stream: Stream | None = None
 
     def __init__(
-        self, call: Call, body: bytes, upstream: Upstream, reply: Reply, promises: Promises, dispatched_at: float,
+        self,
+        call: Call,
+        body: bytes,
+        upstream: Upstream,
+        reply: Reply,
+        promises: Promises,
+        dispatched_at: float,
         answered: Callable[[float], None],
-    ) -> None:  # fmt: skip
-        """`body` is what is sent (the call's own, or one with another model name); `answered` is called with the
-        time at which the first of the answer is passed on.
-        """
+    ) -> None:
+        """`body` is what is sent (the call's own, or one with another model name); `answered` is called with the time
+        at which the first of the answer is passed on."""
         self._call = call
-        self._body_bytes = body
+        self._body = body
         self._answered = answered
         self._upstream = upstream
         self._reply = reply
         self._promises = promises
         self.dispatched_at = dispatched_at
         self.tally = Tally()
-        self.tally.wants_id = call.route.name == "responses"
-        self.passed_on = False
-        self.sent = False
-        self.stream: Stream | None = None
+        if call.route.name == "responses":
+            self.tally.wants_id = True
 
-    async def run(self, *, fresh: bool = False) -> int:
+    async def run(self, now: float, *, fresh: bool = False) -> int:
         """Send the request and pass its answer on; returns the status passed on. `fresh` forbids an idle connection.
 
         Raises ErrorAnswer, FirstEventIsError, UpstreamFailed, ClientLeft, or a cut (a deadline, a lost endpoint). When
         it raises, the connection is gone, so the engine sees that nobody waits any more.
         """
-        sleeper, promises, call = self._reply.sleeper, self._promises, self._call
-        now = time.monotonic()
-        line = None if fresh else self._upstream.take(sleeper, now)
+        call, upstream, reply = self._call, self._upstream, self._reply
+        sleeper = reply.sleeper
+        line = None if fresh else upstream.take(sleeper, now)
         reused = line is not None
         if line is None:
-            sleeper.arm(now + promises.dial_s, "dial_s")
-            line = await self._upstream.dial(sleeper)
+            sleeper.arm(now + self._promises.dial_s, "dial_s")
+            line = await upstream.dial(sleeper)
         keep = False
         try:
             if call.stream:
-                sleeper.arm(self.dispatched_at + promises.first_token_s, "first_token_s")
+                sleeper.arm(self.dispatched_at + self._promises.first_token_s, "first_token_s")
             else:
-                sleeper.arm(self.dispatched_at + promises.total_s, "total_s")
-            await self._send(line, reused, now)
+                sleeper.arm(self.dispatched_at + self._promises.total_s, "total_s")
+            request = self._request(now)
+            try:
+                taken = line.try_send(request)
+                if taken < len(request):
+                    await line.send_all(memoryview(request)[taken:])
+            except OSError as error:
+                # An engine that refuses a large body answers and closes while we still send: its answer is worth more
+                # than our broken pipe. Without one, the request was not handed over whole.
+                if not line.try_peek():
+                    detail = f"connection lost while sending: {error.strerror or error}"
+                    raise UpstreamFailed("reset", detail, reused=reused) from None
+            self.sent = True
             head, rest = await read_head(line, reused=reused, to_head_request=call.method == b"HEAD")
             status = head.status
             if status >= 400:
                 body, keep = await self._whole(line, head, rest, ERROR_BYTES)
                 raise ErrorAnswer(status, head.fields, body)
-            if head.by_name.get(b"content-type", b"").startswith(b"text/event-stream"):
+            length = head.length
+            if length is not None and length == len(rest) and not _is_stream(head):
+                # the usual answer: small, and here already
+                self.tally.body(rest, self._start(head, length))
+                await reply.send(rest)
+                await reply.end()
+            elif _is_stream(head):
                 await self._stream(line, head, rest)
             else:
-                await self._body(line, head, rest)
+                await self._long_body(line, head, rest)
             keep = head.keep_alive
         finally:
             if keep:
-                self._upstream.give_back(line, time.monotonic())
+                upstream.give_back(line, now)
             else:
                 line.abort()
         return status
-
-    async def _send(self, line: Line, reused: bool, now: float) -> None:
-        call = self._call
-        headers = call.headers
-        fields = b"x-request-id: %b\r\n" % call.request_id
-        for name in _TO_ENGINES:
-            value = headers.get(name)
-            if value is not None:
-                fields += b"%b: %b\r\n" % (name, value)
-        body = self._body_bytes
-        head = self._upstream.request_head(
-            call.method, call.target, fields, len(body) if body or call.method == b"POST" else -1, now
-        )
-        try:
-            if len(body) <= _HEAD_WITH_BODY_BYTES:
-                await line.send_all(head + body)
-            else:
-                await line.send_all(head)
-                await line.send_all(body)
-        except OSError as error:
-            # An engine that refuses a large body answers and closes while we still send: its answer is worth more than
-            # our broken pipe. Without one, the request was not handed over whole.
-            if line.try_peek():
-                return
-            raise UpstreamFailed(
-                "reset", f"connection lost while sending: {error.strerror or error}", reused=reused
-            ) from None
-        self.sent = True
 
     async def _stream(self, line: Line, head: ResponseHead, rest: bytes) -> None:
         promises, reply = self._promises, self._reply
@@ -183,49 +164,59 @@ class Attempt:
         if not self._call.stream:
             reply.sleeper.arm(self.dispatched_at + promises.first_token_s, "first_token_s")
         held = await stream.first_event(rest)
-        self._start(head)
+        # never the engine's content-length: a stream that turns out incomplete must be able to end improperly
+        self._start(head, None)
         try:
             await stream.carry(held)
         except UpstreamFailed:
             # broken after the engine's own end: the answer is whole, only the framing is not
             if not (stream.complete and await stream.finish_for_engine()):
                 raise
-        if not stream.complete and self._call.route.stream_ends:
-            raise UpstreamFailed("closed", "the stream ended without its end", sent=True, answered=True)
 
-    async def _body(self, line: Line, head: ResponseHead, rest: bytes) -> None:
-        reply, sleeper = self._reply, self._reply.sleeper
+    async def _long_body(self, line: Line, head: ResponseHead, rest: bytes) -> None:
+        """An answer that is still on its way: collected first if it is small, passed on as it comes otherwise."""
+        reply = self._reply
         if self._call.stream:
             # asked for a stream, answered with a body: the rule for bodies holds from here
-            sleeper.arm(self.dispatched_at + self._promises.total_s, "total_s")
+            reply.sleeper.arm(self.dispatched_at + self._promises.total_s, "total_s")
         if head.length is not None and head.length <= HELD_BYTES:
-            if len(rest) == head.length:
-                body = rest
-            else:
-                body, _ = await self._whole(line, head, rest, HELD_BYTES)
-            self.tally.body(body, time.monotonic())
-            self._start(head)
-            if body:
-                await reply.send(body)
+            body, _ = await self._whole(line, head, rest, HELD_BYTES)
+            self.tally.body(body, self._start(head, head.length))
+            await reply.send(body)
             await reply.end()
             return
         reader = BodyReader(line, head, rest)
         tail = b""
         while (piece := await reader.next()) is not None:
             if not self.passed_on:
-                self._start(head)
+                self._start(head, head.length)
             tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (tail + piece)[-TAIL_BYTES:]
             await reply.send(piece)
         if not self.passed_on:
-            self._start(head)
+            self._start(head, head.length)
         self.tally.body(tail, time.monotonic())
         await reply.end()
 
-    def _start(self, head: ResponseHead) -> None:
-        """Nothing can be tried again from here on."""
-        self._reply.start(head.status, kept_fields(head.fields), head.length)
+    def _request(self, now: float) -> bytes:
+        """The bytes of the request. Raises UpstreamFailed when the endpoint's key cannot be read."""
+        call = self._call
+        get = call.headers.get
+        fields = b"x-request-id: %b\r\n" % call.request_id
+        for name in _TO_ENGINES:
+            value = get(name)
+            if value is not None:
+                fields += b"%b: %b\r\n" % (name, value)
+        body = self._body
+        length = len(body) if body or call.method == b"POST" else -1
+        return self._upstream.request_head(call.method, call.target, fields, length, now) + body
+
+    def _start(self, head: ResponseHead, length: int | None) -> float:
+        """Nothing can be tried again from here on. Answers with the time."""
+        self._reply.start(head.status, kept_fields(head.fields), length)
         self.passed_on = True
-        self._answered(time.monotonic())
+        now = time.monotonic()
+        self._answered(now)
+        return now
 
     async def _whole(self, line: Line, head: ResponseHead, rest: bytes, bound: int) -> tuple[bytes, bool]:
         """A body of at most `bound` bytes, and whether its connection may serve again."""
@@ -281,6 +272,10 @@ class BodyReader:
             if data:
                 return data
         return None
+
+
+def _is_stream(head: ResponseHead) -> bool:
+    return head.by_name.get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 def kept_fields(fields: Fields) -> Fields:

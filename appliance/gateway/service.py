@@ -12,13 +12,12 @@ from __future__ import annotations
 import random
 import ssl
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from ..facts.call import Call
-from ..facts.choice import ANSWER, CLIENT_LEFT, DEADLINE, ERROR_EVENT, Attempt, Outcome
+from ..facts.choice import ANSWER, CLIENT_LEFT, DEADLINE, ERROR_EVENT, Attempt, Choice, Outcome
 from ..facts.endpoint import Endpoint
 from ..facts.errors import Refusal
 from ..facts.settings import Settings
@@ -30,8 +29,8 @@ from ..rules.scheduling.retry import GiveUp, PassOn, Retry, next_step
 from ..rules.scheduling.table import Change, Entry, Table
 from ..wire import fields
 from ..wire.line import Poller
-from . import record as books
 from .meters import Meters
+from .record import CLIENT_LEFT as CLIENT_LEFT_CODE
 from .record import Books, Record
 from .relay import Attempt as Try
 from .relay import ErrorAnswer, Promises, error_event, shaped_error
@@ -112,77 +111,74 @@ class Gateway:
         record = Record(call, reply.sleeper)
         self.books.open(record)
         try:
-            entry = self.table.resolve(call.model)
+            entry = self.table.find(call.model) or self.table.resolve(call.model)
             record.model = entry.name
-            await self._with_fallbacks(entry, call, reply, record, only)
+            ended = await self._with_retries(entry, call, reply, record, only, None)
+            if ended is not None:
+                await self._fall_back(entry, ended, call, reply, record, only)
         except Refusal as refusal:
             if record.outcome == "running":
                 record.refused(refusal)
             raise
         except ClientLeft:
-            record.outcome, record.code = "client left", books.CLIENT_LEFT
+            record.outcome, record.code = "client left", CLIENT_LEFT_CODE
             raise
         finally:
             if record.outcome == "running":  # Trio's cancellation: the router stops now
                 record.outcome, record.code = "cancelled", 503
             self.books.settle(record, len(call.body))
 
-    async def _with_fallbacks(self, entry: Entry, call: Call, reply: Reply, record: Record, only: str) -> None:
-        before: list[Attempt] = []
-        refusal: Refusal | None = None
-        held: ErrorAnswer | None = None
-        for model in self._chain(entry, only):
-            ended = await self._with_retries(model, call, reply, record, only, before)
-            if ended is None:
+    async def _fall_back(
+        self, entry: Entry, ended: ErrorAnswer | Refusal, call: Call, reply: Reply, record: Record, only: str
+    ) -> None:
+        """Its own model could not take the request; `ended` is what the client is told if no fallback can either."""
+        before = list(record.attempts)
+        for model in () if only else self.table.chain(entry):
+            if await self._with_retries(model, call, reply, record, only, before) is None:
                 return
-            if refusal is None and held is None:
-                # what the client is told in the end is what its own model came to, not the last fallback
-                held, refusal = (ended, None) if isinstance(ended, ErrorAnswer) else (None, ended)
-        if held is not None:
-            await self._pass_on(held, call, reply, record)
-            return
-        assert refusal is not None
-        raise refusal
-
-    def _chain(self, entry: Entry, only: str) -> Iterable[Entry]:
-        yield entry
-        if not only:
-            yield from self.table.chain(entry)
+            before = list(record.attempts)
+        if isinstance(ended, Refusal):
+            record.refused(ended, "failed" if record.attempts else "refused")
+            raise ended
+        await self._pass_on(ended, call, reply, record)
 
     async def _with_retries(
-        self, entry: Entry, call: Call, reply: Reply, record: Record, only: str, before: list[Attempt]
+        self, entry: Entry, call: Call, reply: Reply, record: Record, only: str, before: list[Attempt] | None
     ) -> ErrorAnswer | Refusal | None:
         """All attempts at one model. None: the client has its answer. Otherwise what it would be told if no fallback
         could take the request. Raises Refusal where no fallback may."""
+        text = prompt_head(call, self.policy.least_match)
+        session = session_of(call)
         attempts: list[Attempt] = []
         tried: list[str] = []
-        text, session = prompt_head(call, self.policy.least_match), session_of(call)
-        member: Member | None = None
         ended: ErrorAnswer | Refusal | None = None
-        fresh = False
+        member: Member | None = None
+        now = time.monotonic() if record.attempts else call.arrived
         while True:
-            now = time.monotonic()
+            fresh = member is not None
             if member is None:
                 member, choice = choose(entry, self.policy, now, self.rng, text, session, tried, only)
                 record.choices.append(choice)
                 if choice.drops or text:
-                    self._count(choice.drops, choice.prefix)
+                    self._count(choice)
                 if member is None:
                     return ended or not_ready(entry, now)
             attempt, held = await self._try(entry, member, call, reply, record, fresh, now)
             if attempt is None:
                 return None
+            now = time.monotonic()
             attempts.append(attempt)
             tried.append(member.id)
             passed_on = reply.started
-            another = not passed_on and not only and has_another(entry, time.monotonic(), tried)
-            step = next_step(attempts, passed_on=passed_on, another=another, before=before)
-            record.steps.append((time.monotonic(), step))
+            another = not passed_on and not only and has_another(entry, now, tried)
+            step = next_step(attempts, passed_on=passed_on, another=another, before=before or ())
+            record.steps.append((now, step))
             match step:
                 case Retry(same=same):
-                    fresh = same
+                    ended = held if held is not None else ended
                     if not same:
                         member = None
+                    continue
                 case PassOn():
                     assert held is not None
                     ended = held
@@ -192,15 +188,11 @@ class Gateway:
                         return None
                     # a stream that began with an error is told in the engine's own words
                     ended = held if held is not None and attempt.kind == ERROR_EVENT else refusal
-            if isinstance(step, Retry):
-                continue
-            before += attempts
             if step.fallback:
                 return ended
             if isinstance(ended, ErrorAnswer):
                 await self._pass_on(ended, call, reply, record)
                 return None
-            assert ended is not None
             record.refused(ended, "failed")
             raise ended
 
@@ -227,7 +219,7 @@ class Gateway:
         end: Attempt | None = None
         held: ErrorAnswer | None = None
         try:
-            status = await attempt.run(fresh=fresh)
+            status = await attempt.run(now, fresh=fresh)
             stream = attempt.stream
             if stream is not None and stream.error_seen:
                 outcome = Outcome.FAILURE
@@ -317,10 +309,11 @@ class Gateway:
     def _note(self, record: Record, attempt: Attempt) -> None:
         record.attempts.append(attempt)
 
-    def _count(self, drops: tuple[tuple[str, str], ...], prefix: str) -> None:
+    def _count(self, choice: Choice) -> None:
         counts = self.meters.filter_drops
-        for _, name in drops:
+        for _, name in choice.drops:
             counts[name] = counts.get(name, 0) + 1
+        prefix = choice.prefix
         if prefix != "off":
             self.meters.prefix[prefix] = self.meters.prefix.get(prefix, 0) + 1
 

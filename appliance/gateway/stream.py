@@ -55,9 +55,9 @@ class Stream:
     """
 
     __slots__ = (
-        "_chunked", "_cutter", "_ends", "_ends_done", "_failure", "_idle_s", "_last_due", "_left", "_line",
-        "_news", "_passes_framing", "_ping_s", "_reply", "_spoke_at", "_stall_s", "_tally", "_unsent",
-        "body_ended", "complete", "error_seen",
+        "_chunked", "_cutter", "_ends", "_ends_done", "_failure", "_held_back", "_idle_s", "_last_due",
+        "_last_passed", "_left", "_line", "_news", "_passes_framing", "_ping_s", "_reply", "_spoke_at",
+        "_stall_s", "_tally", "_unsent", "body_ended", "complete", "error_seen",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +79,8 @@ class Stream:
         self._stall_s = stall_s
         self._spoke_at = 0.0
         self._unsent: bytes | memoryview = b""
+        self._held_back = b""
+        self._last_passed = False
         self._failure: Exception | None = None
         self._news = False
         self.body_ended = self._left == 0 and self._chunked is None
@@ -122,15 +124,19 @@ class Stream:
                     await self._push()
         finally:
             sleeper.on_sweep = None
-        await reply.end(framed=self._passes_framing)
+        if self._ends and not self.complete:
+            raise UpstreamFailed("closed", "the stream ended without its end", sent=True, answered=True)
+        await reply.end(framed=self._last_passed)
 
     async def tell(self, event: bytes) -> None:
         """Say why the stream ends here, if an event may be put in at this place. Never raises: the client may be
         gone.
         """
         reply = self._reply
-        inside_chunk = self._passes_framing and self._chunked is not None and not self._chunked.between
-        if self._cutter.pending or inside_chunk or self._unsent or not (reply.chunked or self._left is None):
+        inside_chunk = (
+            self._passes_framing and self._chunked is not None and not self._chunked.between and not self._chunked.done
+        )
+        if self._cutter.pending or inside_chunk or self._unsent or not reply.started:
             return
         reply.sleeper.disarm()
         try:
@@ -142,15 +148,17 @@ class Stream:
         """The engine's end came, but not the body's: end the body properly if the framing stands where that is
         possible.
         """
-        if (
-            self._cutter.pending
-            or (self._chunked is not None and not self._chunked.between)
-            or self._unsent
-            or self._left
-        ):
+        if not self._may_put_in():
             return False
         await self._reply.end()
         return True
+
+    def _may_put_in(self) -> bool:
+        """Whether bytes of ours may follow what the client has got: no event and no chunk of the engine's is open."""
+        if self._cutter.pending or self._unsent:
+            return False
+        chunked = self._chunked
+        return not self._passes_framing or chunked is None or chunked.between or chunked.done
 
     async def _sleep_beside_the_pump(self) -> None:
         sleeper = self._reply.sleeper
@@ -258,11 +266,23 @@ class Stream:
             for piece in pieces:
                 for event in self._cutter.feed(piece):
                     self._see(event)
+            if not self._passes_framing:
+                self.body_ended = chunked.done
+                return b"".join(pieces)
+            # Bytes that may yet turn out to be the last chunk are held back: whether the body ends properly is ours to
+            # say, once it is known that the stream was complete.
+            if self._held_back:
+                data = self._held_back + data
+            self._held_back = chunked.held
+            if chunked.held:
+                return data[: -len(chunked.held)]
             if chunked.done:
                 self.body_ended = True
-                if chunked.rest:
-                    data = data[: -len(chunked.rest)]
-            return data if self._passes_framing else b"".join(pieces)
+                data = data[: len(data) - len(chunked.rest) - len(chunked.last)]
+                if self.complete or not self._ends:
+                    self._last_passed = True
+                    return data + framing.LAST_CHUNK
+            return data
         if not data:
             if self._left is not None:
                 raise UpstreamFailed("closed", "the stream broke off", sent=True, answered=True)

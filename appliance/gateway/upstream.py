@@ -208,7 +208,7 @@ async def read_head(line: Line, *, reused: bool, to_head_request: bool = False) 
             raise UpstreamFailed("closed" if held else "reset", detail, sent=True, answered=bool(held), reused=reused)
         held = held + data if held else data
         try:
-            while (end := head.parse_or_none(held)) >= 0:
+            while (end := head.end_of_head(held)) >= 0:
                 response = head.read_response(held[:end], to_head_request=to_head_request)
                 held = held[end:]
                 if response.status >= 200:

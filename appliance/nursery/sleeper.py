@@ -40,15 +40,17 @@ class DeadlinePassed(Cut):
 
 
 class Sleeper:
-    """One task's place to sleep. Not for two tasks at once; a wake without a sleeper is no event and is not remembered.
+    """One task's place to sleep: the first that sleeps here stays the only one. A wake without a sleeper is no event and is not remembered.
 
     The pattern is always: try, and sleep while there was nothing. No checkpoint lies between the try and the sleep, so
     no wake can be lost.
     """
 
-    __slots__ = ("_cut", "_task", "due", "due_name", "on_sweep")
+    __slots__ = ("_abandon", "_cut", "_owner", "_task", "due", "due_name", "on_sweep")
 
     def __init__(self) -> None:
+        self._abandon = self._abandoned  # a bound method, made once
+        self._owner: trio.lowlevel.Task | None = None
         self._task: trio.lowlevel.Task | None = None
         self._cut: Cut | None = None
         self.due: float = math.inf
@@ -60,7 +62,10 @@ class Sleeper:
         if self._cut is not None:
             cut, self._cut = self._cut, None
             raise cut
-        self._task = trio.lowlevel.current_task()
+        owner = self._owner
+        if owner is None:
+            owner = self._owner = trio.lowlevel.current_task()
+        self._task = owner
         await trio.lowlevel.wait_task_rescheduled(self._abandon)
 
     def wake(self) -> None:
@@ -95,7 +100,7 @@ class Sleeper:
         self.due = math.inf
         self._cut = None
 
-    def _abandon(self, _: object) -> trio.lowlevel.Abort:
+    def _abandoned(self, _: object) -> trio.lowlevel.Abort:
         self._task = None
         return trio.lowlevel.Abort.SUCCEEDED
 

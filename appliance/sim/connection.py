@@ -13,7 +13,7 @@ import trio
 
 from ..nursery.sleeper import Cut, Sleeper
 from ..wire.framing import LAST_CHUNK, BadFraming, Chunked
-from ..wire.head import BadHead, RequestHead, parse_or_none, read_request
+from ..wire.head import BadHead, RequestHead, end_of_head, read_request
 from ..wire.line import Line
 from .answer import JSON, Answer, error_body
 from .engine import Engine
@@ -123,7 +123,7 @@ class Connection:
         keepalive_s = self._engine.settings.keepalive_s
         if keepalive_s > 0 and not received:
             self._sleeper.arm(trio.current_time() + keepalive_s, "keepalive_s")
-        while (end := parse_or_none(received)) < 0:
+        while (end := end_of_head(received)) < 0:
             await self._receive()
             self._sleeper.disarm()
         self._sleeper.disarm()

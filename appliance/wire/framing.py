@@ -23,25 +23,26 @@ class Chunked:
     framing, and both are hop-by-hop, not ours to pass on. (Nobody sends them unasked: trailers want `TE: trailers`.)
     """
 
-    __slots__ = ("_held", "_left", "_plain", "done", "rest")
+    __slots__ = ("_left", "_plain", "done", "held", "last", "rest")
 
     def __init__(self, *, plain: bool = False) -> None:
-        self._held = b""  # an incomplete size line, chunk end or trailer
+        self.held = b""
         self._left = 0  # payload bytes still to come in this chunk, plus two for its CRLF
         self._plain = plain
         self.done = False
+        self.last = b""
         self.rest = b""
 
     @property
     def between(self) -> bool:
-        return self._left == 0 and not self._held
+        return self._left == 0 and not self.held
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take the next bytes of the connection. Raises BadFraming; the body is lost then."""
         pieces: list[bytes] = []
-        if self._held:
-            data = self._held + data
-            self._held = b""
+        if self.held:
+            data = self.held + data
+            self.held = b""
         position, end = 0, len(data)
         left = self._left
         while position < end:
@@ -55,7 +56,7 @@ class Chunked:
                 # left is 2: the CRLF after the payload
                 if end - position < 2:
                     self._check_prefix(data[position:], b"\r\n")
-                    self._held = data[position:]
+                    self.held = data[position:]
                     break
                 if data[position : position + 2] != b"\r\n":
                     raise BadFraming("a chunk longer than its size")
@@ -67,7 +68,7 @@ class Chunked:
                 if end - position >= MAX_SIZE_LINE_BYTES:
                     raise BadFraming("a chunk size line without end")
                 self._check_size_prefix(data[position:])
-                self._held = data[position:]
+                self.held = data[position:]
                 break
             match = _SIZE.fullmatch(data, position, line_end)
             if match is None:
@@ -94,13 +95,14 @@ class Chunked:
             if stop < 4:
                 if len(data) - after > MAX_TRAILER_BYTES or (self._plain and len(data) - after > 2):
                     raise BadFraming("trailers without end")
-                self._held = data[start:]
+                self.held = data[start:]
                 return
         if self._plain and stop != after + 2:
             raise BadFraming("a trailer")
         if _TRAILER.fullmatch(data, after, stop) is None:
             raise BadFraming("malformed trailer")
         self.done = True
+        self.last = data[start:stop]
         self.rest = data[stop:]
 
     @staticmethod

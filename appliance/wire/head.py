@@ -1,29 +1,31 @@
-"""HTTP/1.1 heads: the request's and the response's, read by llhttp and by a stricter rule of our own.
+"""HTTP/1.1 heads: the request's and the response's, read by one strict grammar.
 
-A head is taken whole: the caller finds its end (`HEAD_END`), then `read_request` or `read_response` judges it. One
-regular expression first refuses what two parsers could read differently (bare CR or LF, folding, control characters,
-spaces before a colon, anything but HTTP/1.0 and 1.1), then llhttp (httptools) cuts it into fields, then the framing
-rules are applied. httptools 0.9 alone accepts a missing or a second Host, HTTP/0.9, RTSP, transfer-encoding on HTTP/1.0
-and `gzip, chunked`.
+A head is taken whole: the caller finds its end (`end_of_head`), then `read_request` or `read_response` cuts it into
+lines and judges each by a pattern that leaves no room for two readings: no bare CR or LF, no folding, no control
+characters, no space before a colon, nothing but HTTP/1.0 and 1.1. (llhttp was tried in its place: httptools 0.9 accepts
+a missing or a second Host, HTTP/0.9, RTSP, transfer-encoding on HTTP/1.0 and `gzip, chunked`, so every rule here was
+needed all the same, and its callbacks cost twice as much as all of this. `tests/test_head_against_h11.py` holds us to
+h11's reading.)
 
-Framing after the head is not llhttp's: it has no pause, so a pipelined second request would be parsed before the first
-was answered. See `framing.py`.
+What makes it cheap: the lines of a client repeat from request to request, all but one or two. A line that was judged
+once is found again by its bytes, so a head of eight lines costs eight dictionary look-ups.
 """
 
 from __future__ import annotations
 
 import re
 
-import httptools
-
 HEAD_END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 65536
 MAX_FIELDS = 128
 
-_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-_FIELDS = rb"(?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n"
-_REQUEST = re.compile(rb"[A-Z]{1,24} [!-~]+ HTTP/1\.[01]\r\n" + _FIELDS)
-_RESPONSE = re.compile(rb"HTTP/1\.[01] [1-9][0-9]{2}(?: [\t\x20-\x7e\x80-\xff]*)?\r\n" + _FIELDS)
+MOST_KNOWN_LINES = 4096
+LONGEST_KNOWN_LINE = 512
+"""Bounds of each memory of lines: 2 MiB at most. A full one is emptied, since what repeats is soon back."""
+
+_REQUEST_LINE = re.compile(rb"([A-Z]{1,24}) ([!-~]+) HTTP/1\.([01])")
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
+_FIELD_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
 _HOST = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+;=:\[\]]*")
 _ONCE = frozenset(
     (
@@ -37,6 +39,8 @@ _ONCE = frozenset(
         b"expect",
     )
 )
+_ONCE_IN_RESPONSE = frozenset((b"content-length", b"transfer-encoding"))
+_NO_BODY = frozenset((204, 304))
 
 Fields = list[tuple[bytes, bytes]]
 """Header fields in their order: lower-case name, value without surrounding blanks."""
@@ -51,7 +55,8 @@ class BadHead(Exception):
 
 
 class RequestHead:
-    """What a request's head says. `target` is in origin form; `path` is it without the query, percent-escapes kept."""
+    """What a request's head says. `target` is in origin form; `path` is it without the query, percent-escapes kept.
+    `by_name` holds the last value of each field, and all of a repeated Connection."""
 
     __slots__ = (
         "by_name",
@@ -67,19 +72,17 @@ class RequestHead:
         "target",
     )
 
-    def __init__(self, method: bytes, target: bytes, minor: int, fields: Fields, by_name: dict[bytes, bytes]) -> None:
-        self.method = method
-        self.target = target
-        path, _, query = target.partition(b"?")
-        self.path = path
-        self.query = query
-        self.minor = minor
-        self.fields = fields
-        self.by_name = by_name
-        self.length: int = 0
-        self.chunked = False
-        self.keep_alive = minor == 1
-        self.expects_continue = False
+    by_name: dict[bytes, bytes]
+    chunked: bool
+    expects_continue: bool
+    fields: Fields
+    keep_alive: bool
+    length: int
+    method: bytes
+    minor: int
+    path: bytes
+    query: bytes
+    target: bytes
 
 
 class ResponseHead:
@@ -87,66 +90,55 @@ class ResponseHead:
 
     __slots__ = ("by_name", "chunked", "fields", "keep_alive", "length", "status")
 
-    def __init__(self, status: int, fields: Fields, by_name: dict[bytes, bytes]) -> None:
-        self.status = status
-        self.fields = fields
-        self.by_name = by_name
-        self.length: int | None = None
-        self.chunked = False
-        self.keep_alive = False
+    by_name: dict[bytes, bytes]
+    chunked: bool
+    fields: Fields
+    keep_alive: bool
+    length: int | None
+    status: int
 
 
-class _Collector:
-    """Receives llhttp's calls."""
-
-    __slots__ = ("fields", "url")
-
-    def __init__(self) -> None:
-        self.fields: Fields = []
-        self.url = b""
-
-    def on_url(self, url: bytes) -> None:
-        self.url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.fields.append((name.lower(), value.rstrip(b" \t")))
+_known_fields: dict[bytes, tuple[bytes, bytes]] = {}
+_known_requests: dict[bytes, tuple[bytes, bytes, bytes, bytes, int]] = {}
+_known_statuses: dict[bytes, tuple[int, int]] = {}
 
 
 def read_request(head: bytes) -> RequestHead:
     """Read a request head, given whole with its empty line. Raises BadHead."""
-    if _REQUEST.fullmatch(head) is None:
-        raise BadHead(_why_malformed(head))
-    seen = _Collector()
-    parser = httptools.HttpRequestParser(seen)
-    try:
-        parser.feed_data(head)
-    except httptools.HttpParserUpgrade:
-        pass  # an offer to switch protocols, which a server may ignore; the door looks at it (`door/routes.py`)
-    except httptools.HttpParserError as error:
-        raise BadHead(f"malformed request: {error}") from None
-    fields = seen.fields
-    by_name = _index(fields)
-    minor = head[head.index(b"\r\n") - 1] - 48
-    request = RequestHead(parser.get_method(), _origin_form(seen.url, by_name), minor, fields, by_name)
-    if b"host" not in by_name:
+    lines = head[:-4].split(b"\r\n")
+    known = _known_requests.get(lines[0]) or _request_line(lines[0])
+    fields, by_name = _fields(lines, _ONCE)
+    request = RequestHead()
+    request.method, request.target, request.path, request.query, minor = known
+    request.fields = fields
+    request.by_name = by_name
+    request.minor = minor
+    request.chunked = request.expects_continue = False
+    get = by_name.get
+    host = get(b"host")
+    if host is None:
         if minor == 1:
             raise BadHead("a Host header is required")
-    elif _HOST.fullmatch(by_name[b"host"]) is None:
+    elif _HOST.fullmatch(host) is None:
         raise BadHead("malformed Host header")
-    if b"transfer-encoding" in by_name:
+    if not request.target.startswith(b"/"):
+        _take_absolute(request, host)
+    length = get(b"content-length")
+    request.length = 0 if length is None else _length(length)
+    coding = get(b"transfer-encoding")
+    if coding is not None:
         if minor == 0:
             raise BadHead("transfer-encoding is not part of HTTP/1.0")
-        if b"content-length" in by_name:
+        if length is not None:
             raise BadHead("a request has either a content-length or a transfer-encoding")
-        if by_name[b"transfer-encoding"].lower() != b"chunked":
+        if coding.lower() != b"chunked":
             raise BadHead("the only transfer-encoding understood is chunked", status=501)
         request.chunked = True
-    elif b"content-length" in by_name:
-        request.length = _length(by_name[b"content-length"])
-    if b"connection" in by_name:
-        request.keep_alive = _keeps_alive(by_name[b"connection"], minor)
-    if b"expect" in by_name:
-        if by_name[b"expect"].lower() != b"100-continue":
+    connection = get(b"connection")
+    request.keep_alive = minor == 1 if connection is None else _keeps_alive(connection, minor)
+    expect = get(b"expect")
+    if expect is not None:
+        if expect.lower() != b"100-continue":
             raise BadHead("the only expectation understood is 100-continue", status=417)
         request.expects_continue = minor == 1
     return request
@@ -154,64 +146,105 @@ def read_request(head: bytes) -> RequestHead:
 
 def read_response(head: bytes, *, to_head_request: bool = False) -> ResponseHead:
     """Read an upstream's response head, given whole with its empty line. Raises BadHead."""
-    if _RESPONSE.fullmatch(head) is None:
-        raise BadHead("malformed response head")
-    seen = _Collector()
-    parser = httptools.HttpResponseParser(seen)
-    try:
-        parser.feed_data(head)
-    except httptools.HttpParserUpgrade:
-        raise BadHead("the upstream switched protocols unasked") from None
-    except httptools.HttpParserError as error:
-        raise BadHead(f"malformed response: {error}") from None
-    by_name = _index(seen.fields, once=(b"content-length", b"transfer-encoding"))
-    response = ResponseHead(int(head[9:12]), seen.fields, by_name)
-    minor = head[7] - 48
-    if b"transfer-encoding" in by_name:
-        if by_name[b"transfer-encoding"].lower() != b"chunked" or b"content-length" in by_name or minor == 0:
+    lines = head[:-4].split(b"\r\n")
+    minor, status = _known_statuses.get(lines[0]) or _status_line(lines[0])
+    fields, by_name = _fields(lines, _ONCE_IN_RESPONSE)
+    response = ResponseHead()
+    response.status = status
+    response.fields = fields
+    response.by_name = by_name
+    response.chunked = False
+    get = by_name.get
+    length = get(b"content-length")
+    response.length = None if length is None else _length(length)
+    coding = get(b"transfer-encoding")
+    if coding is not None:
+        if coding.lower() != b"chunked" or length is not None or minor == 0:
             raise BadHead("response with an ambiguous length")
         response.chunked = True
-    elif b"content-length" in by_name:
-        response.length = _length(by_name[b"content-length"])
-    if to_head_request or response.status in (204, 304) or response.status < 200:
+    if status < 200 or status in _NO_BODY or to_head_request:
         response.length = 0
         response.chunked = False
-    response.keep_alive = _keeps_alive(by_name.get(b"connection", b""), minor) and (
+    connection = get(b"connection")
+    response.keep_alive = (minor == 1 if connection is None else _keeps_alive(connection, minor)) and (
         response.chunked or response.length is not None
     )
     return response
 
 
-def parse_or_none(data: bytes | bytearray, start: int = 0) -> int:
-    """Where the head that begins at `start` ends (the index after its empty line), or -1 while it is incomplete.
+def end_of_head(data: bytes | bytearray) -> int:
+    """Where the head at the beginning of `data` ends (the index after its empty line), or -1 while it is incomplete.
 
     Raises BadHead (431) once more than `MAX_HEAD_BYTES` have come without an end.
     """
-    end = data.find(HEAD_END, start)
-    if end < 0:
-        if len(data) - start > MAX_HEAD_BYTES:
-            raise BadHead(f"request header larger than {MAX_HEAD_BYTES} bytes", status=431)
-        return -1
-    if end - start > MAX_HEAD_BYTES:
-        raise BadHead(f"request header larger than {MAX_HEAD_BYTES} bytes", status=431)
-    return end + 4
+    end = data.find(HEAD_END)
+    if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):
+        raise BadHead(f"header larger than {MAX_HEAD_BYTES} bytes", status=431)
+    return end + 4 if end >= 0 else -1
 
 
-def _index(fields: Fields, once: tuple[bytes, ...] | frozenset[bytes] = _ONCE) -> dict[bytes, bytes]:
-    """Fields by name; a repeated one keeps its last value, and one that must not be repeated is refused."""
+def _fields(lines: list[bytes], once: frozenset[bytes]) -> tuple[Fields, dict[bytes, bytes]]:
+    """The fields below the first line, in order and by name."""
+    known = _known_fields
+    fields: Fields = [known.get(line) or _field(line) for line in lines[1:]]
     by_name = dict(fields)
     if len(by_name) != len(fields):
-        if len(fields) > MAX_FIELDS:
-            raise BadHead(f"more than {MAX_FIELDS} header fields", status=431)
-        names = [name for name, _ in fields]
-        for name in once:
-            if names.count(name) > 1:
-                raise BadHead(f"more than one {name.decode()} header")
-        if b"connection" in by_name:
-            by_name[b"connection"] = b",".join(value for name, value in fields if name == b"connection")
-    elif len(fields) > MAX_FIELDS:
+        _check_repeated(fields, by_name, once)
+    if len(fields) > MAX_FIELDS:
         raise BadHead(f"more than {MAX_FIELDS} header fields", status=431)
-    return by_name
+    return fields, by_name
+
+
+def _field(line: bytes) -> tuple[bytes, bytes]:
+    match = _FIELD_LINE.fullmatch(line)
+    if match is None:
+        raise BadHead(_why_malformed(line))
+    field = match[1].lower(), match[2].rstrip(b" \t")
+    if len(line) <= LONGEST_KNOWN_LINE:
+        if len(_known_fields) >= MOST_KNOWN_LINES:
+            _known_fields.clear()
+        _known_fields[line] = field
+    return field
+
+
+def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bytes, int]:
+    match = _REQUEST_LINE.fullmatch(line)
+    if match is None:
+        if re.search(rb" HTTP/[0-9.]+$", line) and not re.search(rb" HTTP/1\.[01]$", line):
+            raise BadHead("only HTTP/1.0 and HTTP/1.1 are spoken here")
+        raise BadHead("malformed request line")
+    target = match[2]
+    if b"#" in target:
+        raise BadHead("a request target has no fragment")
+    path, _, query = target.partition(b"?")
+    known = match[1], target, path, query, match[3][0] - 48
+    if len(line) <= LONGEST_KNOWN_LINE:
+        if len(_known_requests) >= MOST_KNOWN_LINES:
+            _known_requests.clear()
+        _known_requests[line] = known
+    return known
+
+
+def _status_line(line: bytes) -> tuple[int, int]:
+    match = _STATUS_LINE.fullmatch(line)
+    if match is None:
+        raise BadHead("malformed status line")
+    known = match[1][0] - 48, int(match[2])
+    if len(line) <= LONGEST_KNOWN_LINE:
+        if len(_known_statuses) >= MOST_KNOWN_LINES:
+            _known_statuses.clear()
+        _known_statuses[line] = known
+    return known
+
+
+def _check_repeated(fields: Fields, by_name: dict[bytes, bytes], once: frozenset[bytes]) -> None:
+    """Refuse what must not be repeated; a repeated Connection means all its values."""
+    names = [name for name, _ in fields]
+    for name in once:
+        if names.count(name) > 1:
+            raise BadHead(f"more than one {name.decode()} header")
+    if names.count(b"connection") > 1:
+        by_name[b"connection"] = b",".join(value for name, value in fields if name == b"connection")
 
 
 def _length(value: bytes) -> int:
@@ -230,30 +263,23 @@ def _keeps_alive(connection: bytes, minor: int) -> bool:
     return minor == 1 or b"keep-alive" in tokens
 
 
-def _origin_form(url: bytes, by_name: dict[bytes, bytes]) -> bytes:
-    """The target as a path. An absolute target (a client that takes us for its proxy) loses scheme and authority."""
-    if url.startswith(b"/"):
-        target = url
-    elif url.lower().startswith((b"http://", b"https://")):
-        authority, slash, rest = url.partition(b"//")[2].partition(b"/")
-        if not authority or b"?" in authority or (b"host" in by_name and authority.lower() != by_name[b"host"].lower()):
-            raise BadHead("target and Host disagree")
-        target = slash + rest or b"/"
-    else:
+def _take_absolute(request: RequestHead, host: bytes | None) -> None:
+    """A client that takes us for its proxy names the whole URL: scheme and authority go."""
+    url = request.target
+    if not url.lower().startswith((b"http://", b"https://")):
         raise BadHead("the request target must begin with /")
-    if b"#" in target:
-        raise BadHead("a request target has no fragment")
-    return target
+    authority, slash, rest = url.partition(b"//")[2].partition(b"/")
+    if not authority or b"?" in authority or (host is not None and authority.lower() != host.lower()):
+        raise BadHead("target and Host disagree")
+    request.target = slash + rest or b"/"
+    request.path, _, request.query = request.target.partition(b"?")
 
 
-def _why_malformed(head: bytes) -> str:
-    line, _, rest = head.partition(b"\r\n")
-    if re.fullmatch(rb"[A-Z]{1,24} [!-~]+ HTTP/1\.[01]", line) is None:
-        if re.search(rb" HTTP/[0-9.]+$", line) and not re.search(rb" HTTP/1\.[01]$", line):
-            return "only HTTP/1.0 and HTTP/1.1 are spoken here"
-        return "malformed request line"
-    if re.search(rb"\r(?!\n)|(?<!\r)\n", head):
+def _why_malformed(line: bytes) -> str:
+    if not line:
+        return "an empty header line"
+    if b"\r" in line or b"\n" in line:
         return "a bare CR or LF in the request header"
-    if re.search(rb"\r\n[ \t]", b"\r\n" + rest):
+    if line[:1] in b" \t":
         return "a folded header line"
     return "malformed header field"
