@@ -18,10 +18,11 @@ import msgspec
 
 from ..facts.call import Call
 from ..facts.choice import ANSWER, CLIENT_LEFT, DEADLINE, ERROR_EVENT, Attempt, Choice, Outcome
-from ..facts.endpoint import Endpoint
+from ..facts.endpoint import Endpoint, Sample
 from ..facts.errors import Refusal
 from ..facts.settings import Settings
 from ..nursery.sleeper import Cut, DeadlinePassed
+from ..rules.engines.metrics import Contract
 from ..rules.scheduling.member import Member
 from ..rules.scheduling.outcomes import classify
 from ..rules.scheduling.pipeline import Policy, choose, has_another, not_ready
@@ -54,6 +55,8 @@ class Gateway:
         self.upstreams: dict[str, Upstream] = {}
         self.listed: dict[str, dict[str, dict[str, Any]]] = {}
         """By endpoint id, then by name: the entries of the endpoint's own list of models."""
+        self.contracts: dict[str, Contract] = {}
+        """By endpoint id: what it promised to publish about its load, and whether it does."""
         self._context: ssl.SSLContext | None = None
         self.configure(settings)
 
@@ -65,6 +68,7 @@ class Gateway:
         """
         deadlines = settings.deadlines
         self.policy = Policy.of(settings.scheduling)
+        self.scrape_s = settings.scheduling.scrape_s
         self.promises = Promises(
             deadlines.dial_s,
             deadlines.first_token_s,
@@ -79,6 +83,7 @@ class Gateway:
             self.upstreams.pop(member.id).close()
         for member in change.removed:
             self.listed.pop(member.id, None)
+            self.contracts.pop(member.id, None)
         for member in (*change.added, *change.changed):
             self.upstreams[member.id] = self._upstream(member.endpoint)
         self.meters.keep_models(set(self.table.entries))
@@ -87,6 +92,34 @@ class Gateway:
     def close(self) -> None:
         for upstream in self.upstreams.values():
             upstream.close()
+
+    # -- what is heard of endpoints ------------------------------------------------------------------------------------
+
+    def heard(self, member: Member, entries: dict[str, dict[str, Any]]) -> tuple[str, ...]:
+        """The endpoint's own list of models; answers with the names that it cannot have."""
+        self.listed[member.id] = entries
+        return self.table.learn_names(member, entries)
+
+    def failing(self, member: Member, word: str) -> None:
+        """Whether the endpoint answers its probes; "" is good news."""
+        member.set_failing(word)
+
+    def sampled(self, member: Member, sample: Sample, every_s: float) -> None:
+        """Its metrics were read."""
+        member.hear(sample, every_s)
+
+    def silent(self, member: Member) -> None:
+        """Its metrics could not be read."""
+
+    def told_capacity(self, member: Member, slots: int) -> None:
+        """The engine's own word on how many requests it runs at once."""
+        member.tell_capacity(slots)
+
+    def pressed(self, member: Member) -> bool:
+        """Whether requests wait for this endpoint."""
+        return False
+
+    # -- upkeep ------------------------------------------------------------------------------------------------------
 
     def drop_stale(self, now: float) -> None:
         """Close connections to engines that were idle for too long; called once a second."""

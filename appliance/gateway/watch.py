@@ -1,22 +1,25 @@
-"""What endpoints say of themselves: which models they serve. One task per endpoint, ended when the endpoint goes.
+"""What endpoints say of themselves: which models they serve, and (`scrape.py`) how loaded they are.
 
-The answer of `/v1/models` matters twice: an endpoint without `models` in its settings serves the names it reports, and
-`/v1/models` of the door shows the engine's own entries.
+Two tasks per endpoint, ended when the endpoint goes. The answer of `/v1/models` matters twice: an endpoint without
+`models` in its settings serves the names it reports, and `/v1/models` of the door shows the engine's own entries.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
 
 import msgspec
 import structlog
 import trio
 
 from ..nursery.sleeper import Cut, Sleeper
+from ..rules.engines.metrics import Contract, scraped
 from ..rules.scheduling.member import Member
 from .relay import fetch
+from .scrape import scrape
 from .service import Gateway
-from .upstream import UpstreamFailed
+from .upstream import Upstream, UpstreamFailed
 
 ASK_AGAIN_S = 1.0
 """Seconds between two questions while an endpoint has not answered."""
@@ -35,34 +38,53 @@ class Watches:
         self._gateway = gateway
         self._sleepers = sleepers
         self._nursery = nursery
-        self._scopes: dict[str, trio.CancelScope] = {}
+        self._watched: dict[str, tuple[Member, Upstream, trio.CancelScope]] = {}
 
     def follow(self) -> None:
-        """Watch exactly the endpoints of the table: call it after every change of settings."""
+        """Watch exactly the endpoints of the table: call it after every change of settings. What has not changed keeps
+        its tasks, and with them what they have learnt of the engine's counters."""
         members = self._gateway.table.members
-        for identity in list(self._scopes):
-            self._scopes.pop(identity).cancel()
+        for identity, (member, upstream, scope) in list(self._watched.items()):
+            if members.get(identity) is not member or self._gateway.upstreams[identity] is not upstream:
+                scope.cancel()
+                del self._watched[identity]
         for member in members.values():
-            scope = self._scopes[member.id] = trio.CancelScope()
-            self._nursery.start_soon(self._watch, member, scope, name=f"watch endpoint {member.id}")
+            if member.id not in self._watched:
+                scope = trio.CancelScope()
+                self._watched[member.id] = (member, self._gateway.upstreams[member.id], scope)
+                self._nursery.start_soon(self._watch, member, scope, name=f"endpoint {member.id}")
 
     async def _watch(self, member: Member, scope: trio.CancelScope) -> None:
+        contract = Contract(member.endpoint.engine, member.id)
+        with scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._with_sleeper, self._ask_for_ever, member, name=f"models of {member.id}")
+                if scraped(member.endpoint.engine):
+                    self._gateway.contracts[member.id] = contract
+                    nursery.start_soon(self._with_sleeper, self._scrape, member, contract, name=f"load of {member.id}")
+
+    async def _with_sleeper(self, work: Callable[..., Awaitable[NoReturn]], member: Member, *more: object) -> None:
         sleeper = Sleeper()
         self._sleepers.add(sleeper)
         try:
-            with scope:
-                told = ""
-                while True:
-                    trouble = await self._ask(member, sleeper)
-                    if trouble != told:
-                        if trouble:
-                            log.warning("endpoint does not list its models", endpoint=member.id, reason=trouble)
-                        else:
-                            log.info("endpoint lists its models again", endpoint=member.id)
-                        told = trouble
-                    await trio.sleep(ASK_AGAIN_S if trouble else ASK_S)
+            await work(member, sleeper, *more)
         finally:
             self._sleepers.discard(sleeper)
+
+    async def _scrape(self, member: Member, sleeper: Sleeper, contract: Contract) -> NoReturn:
+        await scrape(self._gateway, member, sleeper, contract)
+
+    async def _ask_for_ever(self, member: Member, sleeper: Sleeper) -> NoReturn:
+        told = ""
+        while True:
+            trouble = await self._ask(member, sleeper)
+            if trouble != told:
+                if trouble:
+                    log.warning("endpoint does not list its models", endpoint=member.id, reason=trouble)
+                else:
+                    log.info("endpoint lists its models again", endpoint=member.id)
+                told = trouble
+            await trio.sleep(ASK_AGAIN_S if trouble else ASK_S)
 
     async def _ask(self, member: Member, sleeper: Sleeper) -> str:
         """One question; what was wrong with the answer, "" for nothing."""
@@ -73,22 +95,21 @@ class Watches:
             status, body = await fetch(upstream, sleeper, b"/v1/models", within_s=WITHIN_S, bound=MOST_BYTES)
         except UpstreamFailed as failed:
             if never_heard:
-                member.set_failing("unreachable")
+                gateway.failing(member, "unreachable")
             return failed.detail
         except Cut:
             if never_heard:
-                member.set_failing("silent")
+                gateway.failing(member, "silent")
             return f"no answer within {WITHIN_S:g} s"
         if status != 200:
             if never_heard:
-                member.set_failing("loading" if status == 503 else "without a list of models")
+                gateway.failing(member, "loading" if status == 503 else "without a list of models")
             return f"/v1/models answers {status}"
         entries = _entries(body)
         if entries is None:
             return "/v1/models is no list of models"
-        member.set_failing("")
-        gateway.listed[member.id] = entries
-        for name in gateway.table.learn_names(member, entries):
+        gateway.failing(member, "")
+        for name in gateway.heard(member, entries):
             log.warning("endpoint reports a name that is an alias here", endpoint=member.id, model=name)
         return ""
 
