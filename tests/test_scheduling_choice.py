@@ -179,6 +179,19 @@ def test_what_waits_in_an_engine_counts() -> None:
     assert spread(entry, 50) == {"b": 50}
 
 
+def test_what_is_in_flight_beyond_a_batch_waits_whatever_an_old_sample_says() -> None:
+    member = Member(Endpoint("a", "10.0.0.1", 1, capacity=4))
+    load(member, 6)
+    member.hear(Sample(0.0, 4, 0), 1.0)
+    assert scorers.queue([member]) == [pytest.approx(0.6)]
+
+
+def test_an_old_sample_is_forgotten_after_a_long_silence() -> None:
+    entry = replicas()
+    entry.members[0].hear(Sample(-100.0, 30, 30, kv=1.0), 1.0)
+    assert spread(entry)["a"] > 60
+
+
 def test_what_other_routers_send_counts() -> None:
     entry = replicas()
     for at in (0.0, 0.5):
@@ -237,6 +250,16 @@ def test_a_penalty_fades_and_a_single_endpoint_is_still_used() -> None:
     for _ in range(4):
         entry.members[0].begin(0.0).finish(Outcome.FAILURE, 0.0, Random(1))
     assert spread(entry, 5) == {"a": 5}
+
+
+def test_one_that_failed_a_moment_ago_attracts_nothing_it_knows() -> None:
+    entry = replicas()
+    rng = Random(1)
+    home, _ = choose(entry, POLICY, 0.0, rng, session="s")
+    assert home is not None
+    home.begin(0.0).finish(Outcome.FAILURE, 0.0, rng)
+    _, choice = choose(entry, POLICY, 0.0, rng, session="s")
+    assert choice.guarded == (home.id,)
 
 
 def test_backpressure_sends_the_next_elsewhere_for_a_while() -> None:

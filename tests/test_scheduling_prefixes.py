@@ -250,6 +250,15 @@ def test_remembered_places_are_the_latest_of_the_last_keys_used(puts: list[tuple
     assert all(places.get(key) == ("" if endpoint == "a" else endpoint) for key, endpoint in model.items())
 
 
+def test_asking_for_a_place_keeps_it() -> None:
+    places = Remembered(2)
+    places.put("one", "a")
+    places.put("two", "b")
+    assert places.get("one") == "a"
+    places.put("three", "c")
+    assert (places.get("one"), places.get("two")) == ("a", "")
+
+
 def test_a_key_without_end_is_not_remembered() -> None:
     places = Remembered()
     places.put("x" * (LONGEST_KEY + 1), "a")

@@ -45,6 +45,7 @@ def answered(status: int) -> Attempt:
         (RESET_AFTER, Outcome.FAILURE),
         (STALE, Outcome.NEUTRAL),
         (BROKEN_HEAD, Outcome.FAILURE),
+        (Attempt("a", "reset", sent=True, answered=True, reused=True), Outcome.FAILURE),
         (Attempt("a", "garbage", sent=True, answered=True), Outcome.FAILURE),
         (ERROR_EVENT, Outcome.FAILURE),
         (Attempt("a", "error_event", status=400, sent=True, answered=True), Outcome.NEUTRAL),

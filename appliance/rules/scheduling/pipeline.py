@@ -2,8 +2,8 @@
 
 `choose` is on the road of every request and is written for that: the usual case (one pool, everybody up and fresh) runs
 no filter at all, because `Member.up` and `Member.fresh_until` were settled when something changed; scorers work on
-whole lists; and the `Choice` keeps the lists as they are. The cost for three candidates without prompt text is about
-four microseconds, a tenth of what the request costs altogether.
+whole lists; and the `Choice` keeps the lists as they are. Three candidates without prompt text take about four
+microseconds, with a 4 KiB prompt about sixteen.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def choose(
     wq = policy.queue
     wk = policy.kv
     wi = policy.inflight
-    totals = [wq * a + wk * b + wi * c for a, b, c in zip(queue, kv, inflight)]  # noqa: B905 - strict= costs 0.2 µs
+    totals = [wq * a + wk * b + wi * c for a, b, c in zip(queue, kv, inflight, strict=True)]
 
     match = None
     matched = size = 0
