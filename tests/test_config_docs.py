@@ -15,7 +15,8 @@ from appliance.cli.config.example_file import doc
 from appliance.cli.config.schema import Field, every_key, fields_of
 from appliance.cli.config.structure import Walk
 from appliance.facts.endpoint import Endpoint
-from appliance.facts.settings import NOT_YET, EndpointEntry, Model, Settings, about
+from appliance.facts.keys import about
+from appliance.facts.settings import NOT_YET, EndpointEntry, Model, Settings
 
 DOCS = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -111,6 +111,7 @@ class Router:
             async with trio.open_nursery() as ground:
                 ground.start_soon(self.poller.run, name="poller")
                 ground.start_soon(sweep, self.sleepers, name="sweeper")
+                ground.start_soon(self.gateway.gate.run, name="admission time limits")
                 ground.start_soon(self._drop_stale, name="idle connections to engines")
                 self.watches = Watches(self.gateway, self.sleepers, ground)
                 self.watches.follow()

@@ -33,6 +33,7 @@ class HttpReply:
     broken = False
     ended = False
     extra = b""
+    peer = ""
     sent_bytes = 0
     started = False
     status = 0

@@ -10,8 +10,9 @@ import msgspec
 import structlog
 
 from .. import __version__
-from ..facts.call import ANYBODY, Ask, Call, Caller
+from ..facts.call import Ask, Call, Caller
 from ..facts.errors import Refusal
+from ..gateway.identity import caller_of
 from ..gateway.service import Gateway
 from ..wire.head import RequestHead
 from . import body as bodies
@@ -47,6 +48,7 @@ class Door:
     def admit(self, head: RequestHead, reply: HttpReply, peer: str) -> Found:
         if self._origins and b"origin" in head.by_name and head.path.startswith(b"/v1/"):
             self._allow_origin(head, reply)
+        reply.peer = peer
         found = find(head)
         reply.anthropic = found.route.anthropic
         return found
@@ -113,7 +115,7 @@ class Door:
             ask,
             str(ask.model),
             bytes(ask.stream) == b"true",
-            self._caller(head),
+            caller_of(headers, ask, reply.peer, self.gateway.admission),
             time.monotonic(),
         )
         return self.gateway.serve(call, reply)
@@ -135,7 +137,7 @@ class Door:
         stream = b"stream=true" in head.query
         call = Call(
             reply.request_id, head.method, forwarded_target(head), found.route, head.by_name, body, _NO_ASK, names[0],
-            stream, self._caller(head), time.monotonic(),
+            stream, Caller(), time.monotonic(),
         )  # fmt: skip
         await gateway.serve(call, reply, only=member.id)
 
@@ -178,9 +180,6 @@ class Door:
                 b"access-control-allow-origin: %b\r\nvary: origin\r\n"
                 b"access-control-expose-headers: x-request-id, x-appliance-reason, retry-after\r\n" % origin
             )
-
-    def _caller(self, head: RequestHead) -> Caller:
-        return ANYBODY
 
 
 def model_entries(gateway: Gateway) -> list[dict[str, Any]]:

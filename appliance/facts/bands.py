@@ -6,7 +6,7 @@ import attrs
 from attrs import field
 
 from appliance.facts.errors import Fault
-from appliance.facts.settings import about
+from appliance.facts.keys import about
 
 FAIRNESS = ("work", "requests")
 """What the rotation over tenants charges: estimated tokens, or one for each request."""
@@ -53,9 +53,7 @@ class AdmissionSettings:
             "What a tenant's turn is charged: work (estimated tokens) or requests (one each).", choices=FAIRNESS
         ),
     )
-    default_band: str = field(
-        default="silver", metadata=about("The band of callers that have none.", form="name")
-    )
+    default_band: str = field(default="silver", metadata=about("The band of callers that have none.", form="name"))
     queue_capacity_total: int = field(
         default=0,
         metadata=about("Requests that may wait in all; 0: half of all bands' capacity together.", minimum=0),

@@ -26,16 +26,17 @@ class Route:
     anthropic: bool = False
 
 
-@attrs.frozen
-class Caller:
-    """Whose request it is. With auth off everybody is the same caller, told apart by session only."""
+class Caller(msgspec.Struct, frozen=True, gc=False):
+    """Whose request it is. With auth off everybody is the same caller, told apart by session or address only.
+
+    `tenant` is whose turn it takes within its `band`; `session` what the client calls its session, b"" without one. A
+    msgspec struct, since one is made for every request.
+    """
 
     key_id: str = ""
     tenant: str = ""
     band: str = "silver"
-
-
-ANYBODY = Caller()
+    session: bytes = b""
 
 
 class Ask(msgspec.Struct, gc=False):

@@ -10,17 +10,17 @@ Times are floats in seconds and end in `_s`; sizes are whole numbers of bytes an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 from attrs import field
 
+from appliance.facts.bands import AdmissionSettings
 from appliance.facts.endpoint import ENGINES, Endpoint
+from appliance.facts.keys import about
 
 NOT_YET: Mapping[str, str] = {
     "auth": "keys for the door",
     "store": "the database of keys, accounts and usage",
-    "admission": "bands, fairness and queues",
     "control": "placing and starting models on nodes",
     "agent": "running engines on a node",
     "groups": "announced groups",
@@ -34,37 +34,6 @@ NOT_YET: Mapping[str, str] = {
 """Sections and keys of the interface whose feature is not built, with what they will be for. Using one is a fault,
 since an option that is accepted and does nothing is a lie. Whoever builds the feature deletes the row and adds the
 class."""
-
-METADATA = "appliance.key"
-"""Where an attrs field's metadata holds its `Key`; a field without one cannot be set by operators."""
-
-
-@attrs.frozen
-class Key:
-    """What is known of a key besides its name, its type and its default.
-
-    `doc` is one line for people. `minimum` (inclusive), `above` (exclusive) and `maximum` (inclusive) bound a number;
-    on a list, `minimum` bounds its length. `choices` are the words allowed. `form` names the written form of a string
-    (`cli/config/forms.py`). `live` False means that a reload cannot change it, because it is used once, at the start.
-    `example` stands in the example file where the default would teach nothing, and must be given for required keys.
-    `entry` is the class whose fields an operator writes when the value itself is of another class; its `build` makes
-    the value.
-    """
-
-    doc: str
-    minimum: float | None = None
-    above: float | None = None
-    maximum: float | None = None
-    choices: tuple[str, ...] = ()
-    form: str = ""
-    live: bool = True
-    example: object = None
-    entry: type | None = None
-
-
-def about(doc: str, **known: Any) -> dict[str, Key]:
-    """The metadata of a field that operators may set; the arguments are those of `Key`."""
-    return {METADATA: Key(doc, **known)}
 
 
 @attrs.frozen
@@ -312,6 +281,9 @@ class Settings:
     )
     models: tuple[Model, ...] = field(
         default=(), metadata=about("Names with aliases and fallbacks; endpoints serve their own names without it.")
+    )
+    admission: AdmissionSettings = field(
+        factory=AdmissionSettings, metadata=about("Who may proceed now: bands, queues, fairness.")
     )
     scheduling: Scheduling = field(factory=Scheduling, metadata=about("How an endpoint is chosen."))
     tracing: Tracing = field(factory=Tracing, metadata=about("Spans over OTLP/HTTP."))

@@ -11,6 +11,7 @@ from bisect import bisect_left
 
 DURATION_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+QUEUE_WAIT_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -64,12 +65,20 @@ class Meters:
         self.rejections: dict[tuple[str, str], int] = {}
         self.filter_drops: dict[str, int] = {}
         self.prefix: dict[str, int] = {}
+        self.queue_wait: dict[str, Histogram] = {}
 
     def model(self, name: str) -> ModelMeters:
         meters = self.models.get(name)
         if meters is None:
             meters = self.models[name] = ModelMeters()
         return meters
+
+    def waited(self, band: str, seconds: float) -> None:
+        """A request of `band` left the queue after `seconds`, whatever came of it."""
+        histogram = self.queue_wait.get(band)
+        if histogram is None:
+            histogram = self.queue_wait[band] = Histogram(QUEUE_WAIT_BOUNDS_S)
+        histogram.observe(seconds)
 
     def keep_models(self, names: set[str]) -> None:
         """Forget models that are gone: their series go along."""

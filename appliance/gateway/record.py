@@ -13,6 +13,7 @@ from ..facts.call import Call
 from ..facts.choice import Attempt, Choice
 from ..facts.errors import Refusal
 from ..nursery.sleeper import Sleeper
+from ..rules.admission.ticket import Ticket
 from ..rules.scheduling.retry import Step
 from .meters import Meters
 from .relay import Promises
@@ -30,6 +31,7 @@ class Record:
 
     `attempts` are those that failed, in order; `steps` tell when each of them was over and what was done next (a client
     that left ends the last one without a step). `promises` are the deadlines that held, None before the first dispatch.
+    `tickets` are its places in line, one per model that was asked.
     """
 
     code = 0
@@ -42,7 +44,6 @@ class Record:
     model = ""
     outcome = "running"
     promises: Promises | None = None
-    queue_wait_s = 0.0
     reason = ""
     tally: Tally | None = None
 
@@ -59,7 +60,14 @@ class Record:
         self.choices: list[Choice] = []
         self.attempts: list[Attempt] = []
         self.steps: list[tuple[float, Step]] = []
+        self.tickets: list[Ticket] = []
         self.sleeper: Sleeper | None = sleeper
+
+    @property
+    def queue_wait_s(self) -> float:
+        """Seconds in the queue, over its model and the fallbacks."""
+        end = self.ended_at or time.monotonic()
+        return sum(ticket.wait_s(end) for ticket in self.tickets)
 
     def refused(self, refusal: Refusal, outcome: str = "refused") -> None:
         self.outcome = outcome
@@ -106,6 +114,9 @@ class Books:
         key = (record.band, record.code)
         meters.requests[key] = meters.requests.get(key, 0) + 1
         meters.duration.observe(now - record.arrived)
+        for ticket in record.tickets:
+            if ticket.number:  # it waited, or was displaced while it did
+                self.meters.waited(record.band, ticket.wait_s(now))
         if record.outcome == "refused":
             rejection = (record.band, record.reason)
             self.meters.rejections[rejection] = self.meters.rejections.get(rejection, 0) + 1

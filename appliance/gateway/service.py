@@ -22,6 +22,7 @@ from ..facts.endpoint import Endpoint, Sample
 from ..facts.errors import Refusal
 from ..facts.settings import Settings
 from ..nursery.sleeper import Cut, DeadlinePassed
+from ..rules.admission.ticket import Ticket
 from ..rules.engines.metrics import Contract
 from ..rules.scheduling.member import Member
 from ..rules.scheduling.outcomes import classify
@@ -30,6 +31,8 @@ from ..rules.scheduling.retry import GiveUp, PassOn, Retry, next_step
 from ..rules.scheduling.table import Change, Entry, Table
 from ..wire import fields
 from ..wire.line import Poller
+from .admission import Gate
+from .identity import prompt_head
 from .meters import Meters
 from .record import CLIENT_LEFT as CLIENT_LEFT_CODE
 from .record import Books, Record
@@ -38,9 +41,6 @@ from .relay import ErrorAnswer, Promises, error_event, shaped_error
 from .reply import Cancelled, ClientLeft, EndpointLost, Left, Reply
 from .stream import FirstEventIsError
 from .upstream import Upstream, UpstreamFailed
-
-MOST_PROMPT_BYTES = 16384
-"""How much of a prompt's head the prefix index looks at."""
 
 
 class Gateway:
@@ -58,6 +58,7 @@ class Gateway:
         self.contracts: dict[str, Contract] = {}
         """By endpoint id: what it promised to publish about its load, and whether it does."""
         self._context: ssl.SSLContext | None = None
+        self.gate = Gate(settings.admission, self.table)
         self.configure(settings)
 
     # -- settings ------------------------------------------------------------------------------------------------------
@@ -87,6 +88,9 @@ class Gateway:
         for member in (*change.added, *change.changed):
             self.upstreams[member.id] = self._upstream(member.endpoint)
         self.meters.keep_models(set(self.table.entries))
+        self.admission = settings.admission
+        self.gate.configure(settings.admission)
+        self.gate.publish()
         return change
 
     def close(self) -> None:
@@ -98,26 +102,35 @@ class Gateway:
     def heard(self, member: Member, entries: dict[str, dict[str, Any]]) -> tuple[str, ...]:
         """The endpoint's own list of models; answers with the names that it cannot have."""
         self.listed[member.id] = entries
-        return self.table.learn_names(member, entries)
+        before = self.table.entries
+        refused = self.table.learn_names(member, entries)
+        if self.table.entries is not before:
+            self.gate.publish()
+        return refused
 
     def failing(self, member: Member, word: str) -> None:
         """Whether the endpoint answers its probes; "" is good news."""
-        member.set_failing(word)
+        if word != member.failing:
+            member.set_failing(word)
+            self.gate.publish()
 
     def sampled(self, member: Member, sample: Sample, every_s: float) -> None:
         """Its metrics were read."""
         member.hear(sample, every_s)
+        self.gate.sampled(member, sample)
 
     def silent(self, member: Member) -> None:
         """Its metrics could not be read."""
+        self.gate.silent(member)
 
     def told_capacity(self, member: Member, slots: int) -> None:
         """The engine's own word on how many requests it runs at once."""
         member.tell_capacity(slots)
+        self.gate.told_capacity(member, slots)
 
     def pressed(self, member: Member) -> bool:
         """Whether requests wait for this endpoint."""
-        return False
+        return self.gate.pressed(member)
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
 
@@ -146,7 +159,7 @@ class Gateway:
         try:
             entry = self.table.find(call.model) or self.table.resolve(call.model)
             record.model = entry.name
-            ended = await self._with_retries(entry, call, reply, record, only, None)
+            ended = await self._at_model(entry, call, reply, record, only, None)
             if ended is not None:
                 await self._fall_back(entry, ended, call, reply, record, only)
         except Refusal as refusal:
@@ -167,7 +180,7 @@ class Gateway:
         """Its own model could not take the request; `ended` is what the client is told if no fallback can either."""
         before = list(record.attempts)
         for model in () if only else self.table.chain(entry):
-            if await self._with_retries(model, call, reply, record, only, before) is None:
+            if await self._at_model(model, call, reply, record, only, before) is None:
                 return
             before = list(record.attempts)
         if isinstance(ended, Refusal):
@@ -175,28 +188,68 @@ class Gateway:
             raise ended
         await self._pass_on(ended, call, reply, record)
 
-    async def _with_retries(
+    async def _at_model(
         self, entry: Entry, call: Call, reply: Reply, record: Record, only: str, before: list[Attempt] | None
     ) -> ErrorAnswer | Refusal | None:
         """All attempts at one model. None: the client has its answer. Otherwise what it would be told if no fallback
         could take the request. Raises Refusal where no fallback may."""
-        text = prompt_head(call, self.policy.least_match)
-        session = session_of(call)
+        if only:
+            # what is stored lies at one endpoint, and looking at it is no work: there is nothing to wait for
+            return await self._with_retries(entry, call, reply, record, only, before, None)
+        now = time.monotonic() if record.attempts else call.arrived
+        ticket = self.gate.ask(entry, call, reply.sleeper, now)
+        record.tickets.append(ticket)
+        try:
+            if ticket.state == "waiting":
+                await self._wait(ticket, reply, record)
+            if ticket.refusal is not None:
+                refused = ticket.refusal
+                return not_ready(entry, now) if refused.code == "model_not_ready" else refused
+            return await self._with_retries(entry, call, reply, record, only, before, ticket)
+        finally:
+            self.gate.end(ticket, call, record.outcome == "ok", record.tally, time.monotonic())
+
+    async def _wait(self, ticket: Ticket, reply: Reply, record: Record) -> None:
+        """Raises ClientLeft, or the Refusal of an operator's cancellation."""
+        reply.sleeper.disarm()  # the queue has time limits of its own
+        try:
+            await self.gate.wait(ticket, reply.sleeper)
+        except Cancelled as cancelled:
+            refusal = Refusal(503, "cancelled", str(cancelled), should_retry=False)
+            record.refused(refusal, "cancelled")
+            raise refusal from None
+        except Cut:
+            raise ClientLeft from None
+
+    async def _with_retries(
+        self,
+        entry: Entry,
+        call: Call,
+        reply: Reply,
+        record: Record,
+        only: str,
+        before: list[Attempt] | None,
+        ticket: Ticket | None,
+    ) -> ErrorAnswer | Refusal | None:
+        """The attempts themselves; `ticket` holds its place."""
+        text = prompt_head(call.ask, self.policy.least_match)
+        session = call.caller.session
         attempts: list[Attempt] = []
         tried: list[str] = []
         ended: ErrorAnswer | Refusal | None = None
         member: Member | None = None
-        now = time.monotonic() if record.attempts else call.arrived
+        now = time.monotonic() if record.attempts or (ticket is not None and ticket.number) else call.arrived
+        granted, closed = ("", ()) if ticket is None else (ticket.pool, self.gate.closed(entry, ticket))
         while True:
             fresh = member is not None
             if member is None:
-                member, choice = choose(entry, self.policy, now, self.rng, text, session, tried, only)
+                member, choice = choose(entry, self.policy, now, self.rng, text, session, tried, only, granted, closed)
                 record.choices.append(choice)
                 if choice.drops or text:
                     self._count(choice)
                 if member is None:
                     return ended or not_ready(entry, now)
-            attempt, held = await self._try(entry, member, call, reply, record, fresh, now)
+            attempt, held = await self._try(entry, member, call, reply, record, fresh, now, ticket)
             if attempt is None:
                 return None
             now = time.monotonic()
@@ -230,12 +283,23 @@ class Gateway:
             raise ended
 
     async def _try(
-        self, entry: Entry, member: Member, call: Call, reply: Reply, record: Record, fresh: bool, now: float
+        self,
+        entry: Entry,
+        member: Member,
+        call: Call,
+        reply: Reply,
+        record: Record,
+        fresh: bool,
+        now: float,
+        ticket: Ticket | None,
     ) -> tuple[Attempt | None, ErrorAnswer | None]:
         """One attempt. (None, None): the client has its whole answer. Otherwise how it ended, and the engine's own
         error answer where it gave one. Raises ClientLeft, Refusal (an operator's cancellation).
         """
+        body = self._body_for(entry, member, call)
         lease = member.begin(now)
+        if ticket is not None:
+            self.gate.dispatched(ticket, member, now)
         if not record.dispatched_at:
             record.dispatched_at = now
         record.endpoint = member.id
@@ -245,8 +309,11 @@ class Gateway:
         def answered(at: float) -> None:
             record.first_byte_at = at
             lease.answered(at)
+            # An answer that comes in one piece proves nothing by its beginning; its end does
+            # (`rules/admission/capacity`).
+            if ticket is not None and attempt.stream is not None:
+                self.gate.began(ticket, at)
 
-        body = self._body_for(entry, member, call)
         attempt = Try(call, body, self.upstreams[member.id], reply, self.promises, record.dispatched_at, answered)
         record.tally = attempt.tally
         end: Attempt | None = None
@@ -297,7 +364,8 @@ class Gateway:
             if end is not None:
                 outcome = classify(end)
                 self._note(record, end)
-            lease.finish(outcome, time.monotonic(), self.rng)
+            if lease.finish(outcome, time.monotonic(), self.rng):
+                self.gate.publish()  # its breaker opened: nobody is to wait for it
         if end is not None and reply.started:
             step = next_step([end], passed_on=True, another=False)
             assert isinstance(step, GiveUp)
@@ -349,28 +417,6 @@ class Gateway:
         prefix = choice.prefix
         if prefix != "off":
             self.meters.prefix[prefix] = self.meters.prefix.get(prefix, 0) + 1
-
-
-def prompt_head(call: Call, least_bytes: int) -> bytes:
-    """The raw JSON of the prompt's head, b"" where it is too short to be worth a look."""
-    ask = call.ask
-    for raw in (ask.messages, ask.prompt, ask.input):
-        view = memoryview(raw)
-        if len(view):
-            return bytes(view[:MOST_PROMPT_BYTES]) if len(view) >= least_bytes else b""
-    return b""
-
-
-def session_of(call: Call) -> bytes:
-    """What the client calls its session: a header, or `session_id` or `user` of the body; b"" without one."""
-    named = call.headers.get(b"x-session-id", b"")
-    if named:
-        return named
-    for raw in (call.ask.session_id, call.ask.user):
-        value = bytes(raw)
-        if len(value) > 2 and value[:1] == b'"':
-            return value
-    return b""
 
 
 class _ErrorEvent(msgspec.Struct, gc=False):

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
 from appliance.cli.config.quote import toml_value
+from appliance.facts import bands
 from appliance.facts.errors import Fault
 from appliance.facts.settings import Address, Settings
 
@@ -150,6 +151,11 @@ def _item(path: str, index: int, items: Collection[str]) -> str:
     return path if len(items) == 1 else f"{path}[{index}]"
 
 
+def _bands(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
+    if not any(path.startswith("admission") for path in faulty):
+        yield from bands.faults(settings.admission)
+
+
 _RULES: tuple[Callable[[Settings, Collection[str]], Iterator[Fault]], ...] = (
     _listeners,
     _socket,
@@ -159,4 +165,5 @@ _RULES: tuple[Callable[[Settings, Collection[str]], Iterator[Fault]], ...] = (
     _model_names,
     _aliases,
     _fallbacks,
+    _bands,
 )

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import attrs
 
-from appliance.facts.settings import METADATA, NOT_YET, Key, Settings
+from appliance.facts.keys import METADATA, Key
+from appliance.facts.settings import NOT_YET, Settings
 
 
 @attrs.frozen

@@ -42,34 +42,28 @@ class Explanation:
 class Ticket:
     """One request in admission. Made by the caller, and after `Admission.ask` changed by `Admission` alone.
 
-    `tenant` is whose turn it takes, `work` its estimated tokens (see `estimates`; at least 1 is charged). `waiter` is
-    the caller's own: whatever it needs to wake the task that waits, never touched here. A plain class with slots,
-    because one is made for every request.
+    `tenant` is whose turn it takes, `work` its estimated tokens (see `estimates`; at least 1 is charged), which is read
+    when a ticket that waited gets its place, so that the caller may fill it in once the ticket does wait. `waiter` is
+    the caller's own: whatever it needs to wake the task that waits, never touched here. Defaults stand in the class,
+    because one is made for every request and few of its fields ever change.
     """
 
-    __slots__ = (
-        "ahead",
-        "asked_at",
-        "band",
-        "blocker",
-        "ceiling",
-        "expires_at",
-        "left_queue_at",
-        "load",
-        "model",
-        "number",
-        "pool",
-        "proven",
-        "rank",
-        "refusal",
-        "rotation",
-        "saturation",
-        "share",
-        "state",
-        "tenant",
-        "waiter",
-        "work",
-    )
+    ahead = 0  # waiters of its model in its own and higher bands when it came
+    asked_at = 0.0
+    blocker: Blocker = ""
+    ceiling = 0.0
+    expires_at = 0.0
+    left_queue_at = 0.0
+    load: Load | None = None  # where its lease is booked, later where it runs
+    number = 0  # order of arrival among those that waited
+    pool = ""  # the pool it was let in for; the choice of an endpoint begins there
+    proven = False  # known to run, not just to have been sent
+    rank = 0  # of its band: 0 is the highest
+    refusal: Refusal | None = None
+    rotation: Rotation | None = None  # where its turn was charged; None for one that did not wait
+    saturation = 0.0
+    share = 0.0  # its tenant's account after that charge
+    state: State = "new"
 
     def __init__(self, model: str, band: str, tenant: str = "", work: int = 1, waiter: object = None) -> None:
         self.model = model
@@ -77,22 +71,6 @@ class Ticket:
         self.tenant = tenant
         self.work = work
         self.waiter = waiter
-        self.state: State = "new"
-        self.refusal: Refusal | None = None
-        self.rank = 0  # of its band: 0 is the highest
-        self.number = 0  # order of arrival
-        self.ahead = 0  # waiters of its model in its own and higher bands when it came
-        self.asked_at = 0.0
-        self.left_queue_at = 0.0
-        self.expires_at = 0.0
-        self.pool = ""  # the pool it was let in for; the choice of an endpoint begins there
-        self.blocker: Blocker = ""
-        self.saturation = 0.0
-        self.ceiling = 0.0
-        self.load: Load | None = None  # where its lease is booked, later where it runs
-        self.proven = False  # known to run, not just to have been sent
-        self.rotation: Rotation | None = None  # where its turn was charged; None for one that did not wait
-        self.share = 0.0  # its tenant's account after that charge
 
     def wait_s(self, now: float) -> float:
         """Seconds in the queue, up to `now` while it is still there."""

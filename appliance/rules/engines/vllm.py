@@ -41,6 +41,9 @@ RAY_UP_S = 120.0
 STOP = (StopStep("SIGTERM", "leader", 20.0), StopStep("SIGKILL", "group", 5.0))
 """Idle it ends in half a second; whoever drains does so before. The group, because the workers stay behind."""
 
+RAY_STOP = (StopStep("SIGTERM", "leader", 35.0), StopStep("SIGKILL", "group", 5.0))
+"""It drains for up to 30 s; with the engine gone before it, one or two, with status 1."""
+
 OWNED = {
     "--host": "agent.address",
     "--port": "agent.port_range",
@@ -174,7 +177,10 @@ def _adapters(shard: Shard) -> list[str]:
 
 
 def _ray_node(shard: Shard, site: Site, ports: PortLease, inner: dict[str, str], meeting: int, folder: str) -> Command:
-    """A node of Ray's cluster with every port it opens given, so that two of them fit on one machine."""
+    """A node of Ray's cluster with every port it opens given, so that two of them fit on one machine.
+
+    All but the port of Ray's client server, which a plain installation does not have and then refuses to be given.
+    """
     path = site.path_of(RAY) or RAY.executable
     argv = [*RAY.prefix(path)]
     argv += ["--head", "--port", str(meeting)] if shard.leads else ["--address", _at(shard.leader, meeting)]
@@ -182,7 +188,7 @@ def _ray_node(shard: Shard, site: Site, ports: PortLease, inner: dict[str, str],
     argv += ["--num-cpus", str(RAY_CPUS), "--object-store-memory", str(RAY_OBJECT_BYTES), "--block"]
     argv += ["--disable-usage-stats", "--temp-dir", folder]
     if shard.leads:
-        argv += ["--include-dashboard=false", "--ray-client-server-port", str(ports.take("ray-client"))]
+        argv += ["--include-dashboard=false"]
     for flag in (
         "node-manager-port",
         "object-manager-port",
@@ -195,7 +201,7 @@ def _ray_node(shard: Shard, site: Site, ports: PortLease, inner: dict[str, str],
     first = ports.take("ray-workers", RAY_WORKER_PORTS)
     argv += ["--min-worker-port", str(first), "--max-worker-port", str(first + RAY_WORKER_PORTS - 1)]
     until = Listening(shard.address, meeting, RAY_UP_S) if shard.leads else None
-    return Command("ray", tuple(argv), environment.build(shard, site, path, inner), STOP, until)
+    return Command("ray", tuple(argv), environment.build(shard, site, path, inner), RAY_STOP, until)
 
 
 def _inner_env(shard: Shard, ports: PortLease) -> dict[str, str]:

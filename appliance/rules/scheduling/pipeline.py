@@ -24,6 +24,7 @@ from .saturation import HEALTHY, pool_saturation
 from .table import Entry, Pool
 
 ONLY_POOL = "the only pool"
+GRANTED_POOL = "the pool that admission let it in for"
 NOT_SATURATED = "the first pool that is not saturated"
 ALL_SATURATED = "the preferred pool, all being saturated"
 
@@ -67,17 +68,22 @@ def choose(
     session: str | bytes = "",
     tried: Collection[str] = (),
     only: str = "",
+    granted: str = "",
+    closed: Collection[str] = (),
 ) -> tuple[Member | None, Choice]:
     """The member to dispatch to now, or None; and every stage's outcome.
 
     `text` is the raw JSON of the prompt (`messages`, `prompt` or `input`), b"" to leave the prefix index out; `session`
     names the client's session. Both are remembered for the picked member. `tried` are ids that this request has been
     at; `only` is the id of the one endpoint that can serve it (it made the response that is continued), or "".
+    `granted` names the pool that admission let the request in for, "" when it did not say: that pool is taken while it
+    has a candidate. `closed` are ids of unknown capacity that hold as many unproven requests as they may; they are
+    passed over while another candidate is left.
     """
     pools = entry.pools
     pool: Pool | None
     drops: tuple[Drop, ...] = ()
-    if len(pools) == 1 and not tried and not only:
+    if len(pools) == 1 and not tried and not only and not closed:
         pool = pools[0]
         why = ONLY_POOL
         members = [member for member in pool.members if member.up and member.fresh_until > now]
@@ -86,7 +92,8 @@ def choose(
             members, drops = narrow(pool.members, now, tried, only)
             ids = tuple([member.id for member in members])
     else:
-        pool, why, members, drops = _take_pool(pools, now, tried, only)
+        pool, why, members, drops = _take_pool(pools, now, tried, only, granted)
+        members, drops = _without(members, closed, drops)
         ids = tuple([member.id for member in members])
     if not members or pool is None:
         return None, Choice(entry.name, "", "", (), drops, (), [], -1, (), "off", 0, 0, ())
@@ -195,8 +202,18 @@ def not_ready(entry: Entry, now: float) -> Refusal:
     )
 
 
+def _without(
+    members: list[Member], closed: Collection[str], drops: tuple[Drop, ...]
+) -> tuple[list[Member], tuple[Drop, ...]]:
+    """The members without the closed ones, unless that would leave none."""
+    left = [member for member in members if member.id not in closed] if closed else members
+    if not left or len(left) == len(members):
+        return members, drops
+    return left, (*drops, *((member.id, "unproven") for member in members if member.id in closed))
+
+
 def _take_pool(
-    pools: tuple[Pool, ...], now: float, tried: Collection[str], only: str
+    pools: tuple[Pool, ...], now: float, tried: Collection[str], only: str, granted: str
 ) -> tuple[Pool | None, str, list[Member], tuple[Drop, ...]]:
     """The first pool by priority that is not saturated, or the first that has anybody; with who was dropped on the way.
 
@@ -211,11 +228,19 @@ def _take_pool(
         if not members:
             continue
         usable.append((pool, members))
-        if taken is None and (len(pools) == 1 or pool_saturation(members, now) < HEALTHY):
+        if granted:
+            if pool.name == granted:
+                taken = (pool, members)
+        elif taken is None and (len(pools) == 1 or pool_saturation(members, now) < HEALTHY):
             taken = (pool, members)
     if not usable:
         return None, "", [], tuple(drops)
-    why = ONLY_POOL if len(pools) == 1 else NOT_SATURATED if taken is not None else ALL_SATURATED
+    if len(pools) == 1:
+        why = ONLY_POOL
+    elif granted and taken is not None:
+        why = GRANTED_POOL
+    else:
+        why = NOT_SATURATED if taken is not None else ALL_SATURATED
     pool, members = taken or usable[0]
     drops.extend((member.id, "pool") for other, group in usable if other is not pool for member in group)
     return pool, why, members, tuple(drops)

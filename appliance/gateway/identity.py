@@ -1,0 +1,68 @@
+"""Whose request it is, and what is known of it before it runs.
+
+With auth off the caller's band is what `x-appliance-band` says, and whose turn it is is told by its session, or by its
+address where it names none.
+"""
+
+from __future__ import annotations
+
+from ..facts.bands import AdmissionSettings
+from ..facts.call import Ask, Caller
+from ..facts.errors import Refusal
+
+BAND_FIELD = b"x-appliance-band"
+MOST_PROMPT_BYTES = 16384
+"""How much of a prompt's head the prefix index looks at."""
+_MOST_TENANT_BYTES = 200
+
+
+def caller_of(headers: dict[bytes, bytes], ask: Ask, peer: str, admission: AdmissionSettings) -> Caller:
+    """The caller of a request. `peer` is the client's address with its port. Raises Refusal for an unknown band."""
+    band = admission.default_band
+    named = headers.get(BAND_FIELD)
+    if named is not None:
+        band = named.decode("latin-1")
+        if all(band != known.name for known in admission.bands):
+            names = ", ".join(known.name for known in admission.bands)
+            raise Refusal(400, "unknown_band", f"x-appliance-band: {band[:50]!r} is none of {names}")
+    session = session_of(headers, ask)
+    tenant = session[:_MOST_TENANT_BYTES].decode("utf-8", "replace") if session else peer.rpartition(":")[0]
+    return Caller("", tenant, band, session)
+
+
+def session_of(headers: dict[bytes, bytes], ask: Ask) -> bytes:
+    """What the client calls its session: a header, or `session_id` or `user` of the body; b"" without one."""
+    named = headers.get(b"x-session-id", b"")
+    if named:
+        return named
+    for raw in (ask.session_id, ask.user):
+        value = bytes(raw)
+        if len(value) > 2 and value[:1] == b'"':
+            return value
+    return b""
+
+
+def prompt_head(ask: Ask, least_bytes: int) -> bytes:
+    """The raw JSON of the prompt's head, b"" where it is too short to be worth a look."""
+    for raw in (ask.messages, ask.prompt, ask.input):
+        view = memoryview(raw)
+        if len(view):
+            return bytes(view[:MOST_PROMPT_BYTES]) if len(view) >= least_bytes else b""
+    return b""
+
+
+def prompt_bytes(ask: Ask) -> int:
+    """The length of the prompt's JSON."""
+    return len(memoryview(ask.messages)) or len(memoryview(ask.prompt)) or len(memoryview(ask.input))
+
+
+def answer_bound(ask: Ask) -> int | None:
+    """The caller's own bound on the answer, in tokens; None without one that makes sense."""
+    raw = bytes(ask.max_completion_tokens) or bytes(ask.max_tokens)
+    return int(raw) if raw.isdigit() and len(raw) < 10 else None
+
+
+def answer_count(ask: Ask) -> int:
+    """How many answers are asked for (`n`), at least 1."""
+    raw = bytes(ask.n)
+    return max(1, int(raw)) if raw.isdigit() and len(raw) < 6 else 1
