@@ -81,6 +81,8 @@ def test_a_broken_stream_is_never_counted_as_a_stream(tmp_path: Path, fault: str
         found = native.load(None, engine.port, body, "--stream", "--connections", 4, "--each", 3)
     assert found.streams == (12 if error is None else 0)
     assert found.errors == NO_ERRORS | ({error: 12} if error else {})
+    named = {"status": "status 500"}.get(error, error) if error else None
+    assert found.wrong == ({named: 12} if named else {})
 
 
 def test_a_stream_that_lacks_an_event_shows_in_the_number_of_events(tmp_path: Path) -> None:

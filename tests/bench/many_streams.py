@@ -36,7 +36,7 @@ def measure(plan: Plan) -> None:
     speed = ("--decode-tokens-per-second", str(words_per_s), "--max-num-seqs", str(streams))
     with ExitStack() as stack:
         engines = stack.enter_context(sims(_SIMS, cores.rest, plan.folder, *speed, "--kv-blocks", "65536"))
-        up, skipped = stack.enter_context(running(names, engines, cores, plan.folder))
+        up, skipped = stack.enter_context(running(names, engines, cores, plan.folder, engine="sim"))
         report.conditions(
             cores, up, streams=streams, sims=_SIMS, words_per_stream=_WORDS, words_per_s_and_stream=words_per_s
         )
@@ -104,9 +104,9 @@ class _Row:
         self._check_running(seen, inflight)
         report.check(
             f"every stream through {name} ended with its end mark",
-            found.streams == self.streams and not found.failed,
+            found.streams == self.streams and not found.wrong,
             complete=found.streams,
-            errors=found.errors,
+            wrong=found.wrong,
         )
         self._check_free("all streams ended")
         report.figure("cpu_per_event", "us", name, used / max(1, found.events) * 1e6, events=found.events)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,15 @@ class Load:
     peak_open: int
     peak_streaming: int
     errors: dict[str, int]
+    statuses: dict[str, int]
     latencies_us: Sequence[int]
 
     @property
-    def failed(self) -> int:
-        return sum(self.errors.values())
+    def wrong(self) -> Counter[str]:
+        """How often what went wrong, a status other than 200 by its number."""
+        broken = {kind: number for kind, number in self.errors.items() if kind != "status"}
+        refused = {f"status {status}": number for status, number in self.statuses.items() if status != "200"}
+        return +Counter(broken | refused)
 
     @property
     def per_s(self) -> float:

@@ -27,6 +27,9 @@ from tests.bench.native import MODEL, PLAIN_BODY, Engine
 
 PEERS_VENV = machine.REPOSITORY / ".venv-bench"
 _ANSWERS_WITHIN_S = 45.0
+_CAPACITY = (
+    8192  # of each engine, told to our admission: a cold engine is filled slowly on purpose, which is not the row
+)
 
 
 class Missing(Exception):
@@ -157,7 +160,7 @@ def _appliance(site: Site) -> Launch:
         raise Missing(f"no command {path.name} beside this Python: install the project into this environment")
     endpoints = "".join(
         f'[[endpoints]]\nid = "e{number}"\nurl = "http://127.0.0.1:{port}/v1"\n'
-        f'models = ["{MODEL}"]\nengine = "{site.engine}"\n'
+        f'models = ["{MODEL}"]\nengine = "{site.engine}"\ncapacity = {_CAPACITY}\n'
         for number, port in enumerate(site.upstreams)
     )
     (site.folder / "appliance.toml").write_text(
@@ -170,7 +173,7 @@ def _appliance(site: Site) -> Launch:
     return Launch(
         (str(path), "serve", "--config", str(site.folder / "appliance.toml")),
         version.stdout.strip() or "unknown",
-        "least loaded, deadlines, hang-up watch, metrics, stream accounting",
+        "admission (known capacity), scoring, retries, circuit breaker, deadlines, metrics, usage, decision records",
         env,
     )
 
