@@ -311,7 +311,7 @@ def test_text_that_looks_like_a_number_is_text_where_text_is_wanted() -> None:
             "x",
             "APPLIANCE_ENDPOINTS__0__URL: unknown key; the whole list is given as APPLIANCE_ENDPOINTS='[{...}]'",
         ),
-        ("ADMISSION__ENABLED", "true", "APPLIANCE_ADMISSION__ENABLED: not available in this version"),
+        ("AUTH__ENABLED", "true", "APPLIANCE_AUTH__ENABLED: not available in this version"),
         (
             "SERVER__DRAIN_S",
             "soon",

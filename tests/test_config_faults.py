@@ -240,7 +240,7 @@ def test_all_faults_come_at_once(tmp_path: Path) -> None:
         listen = "nowhere"
         tls_cert = "absent.pem"
         drain = 5
-        [admission]
+        [auth]
         enabled = true
         [[endpoints]]
         id = "a"
@@ -261,7 +261,7 @@ def test_all_faults_come_at_once(tmp_path: Path) -> None:
     found = faults(tmp_path, text, {"APPLIANCE_SERVER__LISTN": "1", "APPLIANCE_DEADLINES__IDLE_S": "soon"})
     assert [fault.partition(": ")[0] for fault in found] == [
         "APPLIANCE_SERVER__LISTN",
-        "admission",
+        "auth",
         "server.drain",
         "server.listen",
         "deadlines.idle_s",

@@ -138,6 +138,11 @@ def accepted(document: Mapping[str, Any]) -> Any:
     server.pop("max_body_bytes", None)
     server.pop("metrics_listen", None)
     cleaned["server"] = server
+    admission = dict(cleaned.get("admission", {}))
+    admission.pop("default_band", None)
+    if bands := sorted(admission.pop("bands", []), key=lambda band: -band["ceiling"]):
+        admission |= {"bands": bands, "default_band": bands[0]["name"]}
+    cleaned["admission"] = admission
     cleaned["models"] = [
         {key: part for key, part in model.items() if key not in ("fallbacks", "aliases")}
         for model in document.get("models", [])
@@ -286,5 +291,5 @@ def test_values_are_written_as_toml(item: Any) -> None:
 
 
 def test_the_example_is_toml_of_its_own() -> None:
-    assert set(tomllib.loads(example())) == {"server", "deadlines", "scheduling", "tracing", "logging"}
+    assert set(tomllib.loads(example())) == {"server", "deadlines", "admission", "scheduling", "tracing", "logging"}
     assert os.path.exists(KEY_FILE)
