@@ -26,6 +26,7 @@ from ..nursery.sleeper import Sleeper
 from ..wire.head import RequestHead
 from ..wire.line import Line, Poller
 from . import sockets
+from .handover import HandOver, WholeReply
 from .sockets import CannotListen, Peer, peer_of
 
 CALLER = b"x-appliance-caller"
@@ -41,10 +42,19 @@ Serve = Callable[..., Any]
 
 class AdminSite:
     """`prepare` imports the app and gives the function that serves it; `folder` is where the private socket lies. The
-    app's tasks live in `nursery`, which must outlast every request."""
+    app's tasks live in `nursery`, which must outlast every request. `handover` answers a takeover itself, since an app
+    cannot pass descriptors; it imports nothing more, so a takeover is quick."""
 
-    def __init__(self, prepare: Callable[[], Serve], folder: str, poller: Poller, nursery: trio.Nursery) -> None:
-        self.draining = False  # of this listener: it answers until the process ends
+    def __init__(
+        self,
+        prepare: Callable[[], Serve],
+        folder: str,
+        poller: Poller,
+        nursery: trio.Nursery,
+        handover: HandOver | None = None,
+    ) -> None:
+        self.draining = False  # of this listener: it answers until the process ends, or another one takes over
+        self._handover = handover
         self._prepare = prepare
         self._path = f"{folder}/{_NAME.format(os.getpid())}"
         self._poller = poller
@@ -58,8 +68,11 @@ class AdminSite:
         assert reply.line is not None, "a connection's reply has its socket"
         return peer_of(reply.line.sock)
 
-    async def answer(self, plan: object, head: RequestHead, body: bytes, reply: Reply) -> None:
+    async def answer(self, plan: object, head: RequestHead, body: bytes, reply: WholeReply) -> None:
         assert isinstance(plan, Peer)
+        if self._handover is not None and head.path.startswith(b"/takeover"):
+            await self._handover.answer(head, plan, reply)
+            return
         await self._start()
         line = self._dial(reply.sleeper)
         try:

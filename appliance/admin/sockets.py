@@ -43,17 +43,25 @@ def peer_of(sock: socket.socket) -> Peer:
 
 
 class UnixSocket:
-    """A listening socket and its file. `close` removes the file, unless another process has put its own there."""
+    """A listening socket and its file. `close` removes the file where it is `ours`, unless somebody has put another in
+    its place."""
 
-    def __init__(self, path: str, sock: socket.socket) -> None:
+    def __init__(self, path: str, sock: socket.socket, *, ours: bool = True) -> None:
         self.path = path
         self.sock = sock
+        self.ours = ours
         self._identity = _identity(path)
+
+    def claim(self) -> None:
+        """Take it over from the process that made it: the kernel names whoever called `listen` last to those who
+        connect."""
+        self.sock.listen(BACKLOG)
+        self.ours = True
 
     def close(self) -> None:
         self.sock.close()
         with contextlib.suppress(OSError):
-            if _identity(self.path) == self._identity:
+            if self.ours and _identity(self.path) == self._identity:
                 os.unlink(self.path)
 
 

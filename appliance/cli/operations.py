@@ -1,77 +1,75 @@
 """The operator's listeners of a router: metrics over TCP, administration over a Unix socket.
 
-Both outlive the door: while a stop waits for running requests, they say what it waits for. They end with the process.
+Both outlive the door: while a stop waits for running requests, they say what it waits for. They end with the process,
+or when another one takes over: it answers at the same addresses from then on.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
+from ..admin.handover import HandOver
 from ..admin.metrics import MetricsSite, Scrapes
 from ..admin.running import Running
 from ..admin.site import AdminSite, Serve
-from ..admin.sockets import CannotListen, UnixSocket, listen
 from ..door.accept import Listeners
 from ..door.buffers import Buffers
 from ..door.connection import Limits
-from ..facts.settings import Address
 from .config import changes, show
+from .listening import address_of
 
 if TYPE_CHECKING:
     from .serve import Router
 
 _LIMITS = Limits(head_s=15.0, keepalive_s=75.0, write_stall_s=30.0, max_body_bytes=1 << 20)
 _BUFFER_BYTES = 8 << 20
+GIVE_UP_S = 5.0
 
 
 class Operations:
-    """Made with the router. `open` before Trio's nurseries, `start` in the outermost one, `close` at the very end."""
+    """Made with the router; `start` in the outermost nursery, once its sockets are open."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._metrics: list[socket.socket] = []
-        self._admin: UnixSocket | None = None
-
-    def open(self, metrics: Iterable[socket.socket]) -> None:
-        """Take the bound metrics sockets and make the admin socket. Raises CannotListen."""
-        self._metrics = list(metrics)
-        try:
-            self._admin = listen(self._router.settings.server.admin_socket, 0o660)
-        except CannotListen as error:
-            raise CannotListen(f"server.admin_socket: {error}") from None
+        self._given_up = trio.Event()
+        self._sites: list[MetricsSite | AdminSite] = []
+        self._addresses: tuple[str, ...] = ()
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """The addresses of the metrics listener, as they came out."""
-        return tuple(str(Address(*sock.getsockname()[:2])) for sock in self._metrics)
+        return self._addresses
 
     async def start(self, ground: trio.Nursery) -> None:
         """Serve in `ground` until it is cancelled."""
-        door, gateway = self._router.door, self._router.gateway
-        site = MetricsSite(Scrapes(gateway), door.not_ready, lambda: door.draining)
-        await ground.start(self._listeners(site).serve, self._metrics, trio.Event(), _at_once, name="metrics")
+        router = self._router
+        self._addresses = tuple(str(address_of(sock)) for sock in router.sockets.metrics)
+        site = MetricsSite(Scrapes(router.gateway), router.door.not_ready, lambda: router.door.draining)
+        self._sites.append(site)
+        listening = router.sockets.metrics
+        await ground.start(self._listeners(site).serve, listening, self._given_up, _give_up_s, name="metrics")
         await ground.start(self._administrate, name="admin")
 
-    def close(self) -> None:
-        for sock in self._metrics:
-            sock.close()
-        if self._admin is not None:
-            self._admin.close()
+    def give_up(self) -> None:
+        """Another process answers from now on: listen no more, and close what is still open here within seconds."""
+        for site in self._sites:
+            site.draining = True
+        self._given_up.set()
 
     async def _administrate(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        assert self._admin is not None, "opened before it is started"
         router = self._router
-        async with trio.open_nursery() as nursery:
-            site = AdminSite(self._prepare, router.settings.runtime_dir, router.poller, nursery)
-            serve = self._listeners(site).serve
-            await nursery.start(serve, [self._admin.sock], trio.Event(), _at_once, name="admin socket")
-            task_status.started()
+        assert router.sockets.admin is not None, "opened before it is started"
+        handover = HandOver(router.offer, router.give_way)
+        async with trio.open_nursery() as apps:
+            site = AdminSite(self._prepare, router.settings.runtime_dir, router.poller, apps, handover)
+            self._sites.append(site)
+            listening = [router.sockets.admin.sock]
+            await self._listeners(site).serve(listening, self._given_up, _give_up_s, task_status=task_status)
+            apps.cancel_scope.cancel()
 
     def _prepare(self) -> Serve:
         """Called in a thread, by the first request."""
@@ -111,6 +109,6 @@ def configuration(router: Router) -> dict[str, Any]:
     }
 
 
-def _at_once() -> float:
-    """These listeners are never drained: they are cancelled with everything else."""
-    return 0.0
+def _give_up_s() -> float:
+    """What an open connection gets when another process has taken over: answers here take milliseconds."""
+    return GIVE_UP_S

@@ -11,41 +11,44 @@ ground
 
 from __future__ import annotations
 
-import errno
-import ipaddress
+import math
 import os
 import signal
-import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 import structlog
 import trio
 
 from .. import __version__
-from ..admin.sockets import CannotListen
-from ..door.accept import Listeners, bind
+from ..admin.handover import Offer
+from ..door.accept import Listeners
 from ..door.buffers import Buffers
 from ..door.connection import Limits
 from ..door.site import Door
+from ..facts.errors import Refusal
 from ..facts.settings import Address, Settings
 from ..gateway.service import Gateway
 from ..gateway.watch import Watches
 from ..nursery.sleeper import Sleeper, sweep
 from ..wire.line import Poller
 from ..wire.tls import server_context
-from . import logs
+from . import logs, takeover
 from .config import ConfigError, Loaded, changes, keep_fixed, load
+from .listening import address_of, is_loopback, open_sockets, raise_open_files
 from .operations import Operations
+from .startfailed import StartFailed
+from .supervisor import Passed, Supervisor, passed_sockets
+from .takeover import Taken
+
+HEAR_S = 6.0
+"""How long a router whose clients wait already lets endpoints say which models they serve before it accepts: a little
+more than such a question may take. Otherwise the first of them would be told that their model is not ready."""
 
 log = structlog.get_logger("serve")
-
-
-class StartFailed(Exception):
-    """The router cannot start; the message is one line with the next step."""
 
 
 @click.command()
@@ -59,7 +62,10 @@ class StartFailed(Exception):
     multiple=True,
     help="Address of the door, instead of server.listen; may be repeated.",
 )
-def serve(config: str | None, listen: tuple[str, ...]) -> int:
+@click.option(
+    "--takeover", "take_over", is_flag=True, help="Take over from the router that runs here, without losing a request."
+)
+def serve(config: str | None, listen: tuple[str, ...], take_over: bool) -> int:
     """Run the router: one endpoint in front of all engines."""
     arguments: dict[str, object] = {"server.listen": list(listen)} if listen else {}
 
@@ -67,26 +73,47 @@ def serve(config: str | None, listen: tuple[str, ...]) -> int:
         return load(config, os.environ, arguments=arguments)
 
     try:
+        supervisor, passed = Supervisor.of(os.environ), passed_sockets(os.environ)
         loaded = read()
         logs.set_up(loaded.settings.logging.level, loaded.settings.logging.format)
-        trio.run(Router(loaded, read).run)
+        raise_open_files()
+        if take_over and passed:
+            raise StartFailed(
+                "--takeover: a supervisor has passed the listening sockets already (LISTEN_FDS); leave it out"
+            )
+        taken = takeover.take(loaded.settings) if take_over else None
+        trio.run(Router(loaded, read, supervisor, passed, taken).run)
     except ConfigError as error:
         for fault in error.faults:
             click.echo(f"appliance serve: {fault}", err=True)
         return 1
-    except (StartFailed, CannotListen) as error:
+    except StartFailed as error:
         click.echo(f"appliance serve: {error}", err=True)
         return 1
     return 0
 
 
 class Router:
-    """All parts of one running router."""
+    """All parts of one running router.
 
-    def __init__(self, loaded: Loaded, read: Callable[[], Loaded]) -> None:
+    `supervisor` hears how it is, `passed` are sockets that came with the start, `taken` those of a router that still
+    runs: then this one takes over from it.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        read: Callable[[], Loaded],
+        supervisor: Supervisor | None = None,
+        passed: Passed | None = None,
+        taken: Taken | None = None,
+    ) -> None:
         self.loaded = loaded
         self.settings = settings = loaded.settings
         self._read = read
+        self._supervisor = supervisor or Supervisor()
+        self._passed = passed or Passed()
+        self._taken = taken
         self.started_at = time.time()
         self.poller = Poller()
         self.sleepers: set[Sleeper] = set()
@@ -97,17 +124,18 @@ class Router:
         self.listeners = Listeners(self.door, self.poller, self.sleepers, _limits(settings), self.buffers)
         self.operations = Operations(self)
         self.stop = trio.Event()
-        self.addresses: list[str] = []
+        self._stopping = False
+        self._listening: tuple[Address, ...] = ()
         self._configure(settings, _context(settings))
 
     async def run(self) -> None:
-        """Serve until a signal ends it. Raises StartFailed."""
-        settings = self.settings
-        sockets = [_bind(address, "server.listen") for address in settings.server.listen]
-        self.addresses = [_shown(sock) for sock in sockets]
-        metrics = [_bind(address, "server.metrics_listen") for address in settings.server.metrics_listen]
+        """Serve until a signal ends it, or until another process has taken over. Raises StartFailed."""
+        taken = self._taken
+        self.sockets = sockets = taken.sockets if taken else open_sockets(self.settings, self._passed)
+        self.listeners.shared = sockets.shared
+        self._listening = tuple(address_of(sock) for sock in sockets.door)
+        failed: StartFailed | None = None
         try:
-            self.operations.open(metrics)
             async with trio.open_nursery() as ground:
                 ground.start_soon(self.poller.run, name="poller")
                 ground.start_soon(sweep, self.sleepers, name="sweeper")
@@ -116,18 +144,45 @@ class Router:
                 self.watches = Watches(self.gateway, self.sleepers, ground)
                 self.watches.follow()
                 await ground.start(self._handle_signals, ground.cancel_scope, name="signals")
-                await self.operations.start(ground)
-                async with trio.open_nursery() as front:
-                    await front.start(self.listeners.serve, sockets, self.stop, self._drain_s, name="door")
-                    self._announce()
+                try:
+                    await self._until_due()
+                except StartFailed as error:
+                    failed = error  # out of a nursery it would come as a group
+                else:
+                    await self._serve(ground)
                 ground.cancel_scope.cancel()
         finally:
-            for sock in sockets:
-                sock.close()
-            self.operations.close()
+            sockets.close()
+            if taken:
+                taken.close()
             self.gateway.close()
             self.poller.close()
+        if failed:
+            raise failed
         log.info("stopped")
+
+    async def _until_due(self) -> None:
+        """Where clients wait already: be as good as the router before this one, then make it give way. Raises
+        StartFailed; that one goes on then."""
+        if self._passed or self._taken:
+            with trio.move_on_after(HEAR_S):
+                while self._unheard():  # noqa: ASYNC110 - many tasks bring it about, and this waits once in a life
+                    await trio.sleep(0.02)
+        if self._taken and not self.stop.is_set():
+            await trio.to_thread.run_sync(self._taken.done)
+
+    def _unheard(self) -> bool:
+        """Whether an endpoint that names its models itself has neither done so nor failed."""
+        members = self.gateway.table.members.values()
+        return any(member.endpoint.models is None and member.heard is None and not member.failing for member in members)
+
+    async def _serve(self, ground: trio.Nursery) -> None:
+        await self.operations.start(ground)
+        if self._supervisor.watchdog_s:
+            ground.start_soon(self._supervisor.watch, name="watchdog")
+        async with trio.open_nursery() as front:
+            await front.start(self.listeners.serve, self.sockets.door, self.stop, self._drain_s, name="door")
+            self._announce()
 
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
@@ -139,7 +194,7 @@ class Router:
             async for number in signals:
                 if number == signal.SIGHUP:
                     self.reload()
-                elif self.stop.is_set():
+                elif self._stopping:
                     log.warning("stopping now, running requests are cut", requests=len(self.gateway.books.live))
                     ground.cancel()
                 else:
@@ -154,6 +209,11 @@ class Router:
     # -- what others may ask for ---------------------------------------------------------------------------------------
 
     @property
+    def addresses(self) -> list[str]:
+        """Where the door listens, as it came out."""
+        return [str(address) for address in self._listening]
+
+    @property
     def urls(self) -> tuple[str, ...]:
         """The door's addresses, as they came out."""
         scheme = "https" if self.listeners.context else "http"
@@ -162,14 +222,36 @@ class Router:
     @property
     def loopback(self) -> bool:
         """Whether nobody outside this machine reaches the door."""
-        return all(_is_loopback(address.host) for address in self.settings.server.listen)
+        return all(map(is_loopback, self._listening))
 
     def begin_stop(self) -> None:
-        """No new connections; running requests get `drain_s`."""
+        """No new connections; running requests get `drain_s`, also those that had no bound since a takeover."""
+        self._stopping = True
         self.door.draining = True
+        self._supervisor.stopping()
+        self.stop.set()
+        self.listeners.finish_within(self._drain_s())
+        log.info("stopping", requests=len(self.gateway.books.live), drain_s=self._drain_s())
+
+    def offer(self) -> Offer:
+        """Every socket, for a process that wants to take over. Raises Refusal."""
+        if self._supervisor or self._passed:
+            why = "a supervisor (systemd) started it, which must restart it too (systemctl restart)"
+            raise Refusal(409, "takeover_refused", why)
+        if self.stop.is_set():
+            raise Refusal(409, "takeover_refused", "it is stopping; start the new one without --takeover when it has")
+        about = {"door": len(self.sockets.door), "metrics": len(self.sockets.metrics)}
+        return Offer(about, self.sockets.descriptors())
+
+    def give_way(self) -> dict[str, Any]:
+        """Another process listens from now on. Running requests are finished here, however long they take."""
+        self.sockets.pass_on()
+        self.listeners.shared = self.door.taken_over = self.door.draining = True
+        self.operations.give_up()
         self.stop.set()
         running = len(self.gateway.books.live)
-        log.info("stopping", requests=running, drain_s=self.settings.server.drain_s)
+        log.info("another process has taken over, running requests are finished here", requests=running)
+        return {"requests": running}
 
     def reload(self) -> str:
         """Take the configuration as it is now; "" when it was taken, otherwise why not. A bad file changes nothing."""
@@ -181,6 +263,7 @@ class Router:
         except (ConfigError, StartFailed) as error:
             log.error("configuration refused, the old one goes on", reason="; ".join(str(error).splitlines()))
             return str(error)
+        self._supervisor.reloading()
         self.loaded = loaded
         self.settings = settings
         self.gateway.configure(settings)
@@ -189,6 +272,7 @@ class Router:
         log.info("configuration reloaded", changed=",".join(live) or "nothing")
         if fixed:
             log.warning("some changes need a restart", keys=",".join(fixed))
+        self._supervisor.ready()
         return ""
 
     # -- small steps ---------------------------------------------------------------------------------------------------
@@ -202,7 +286,7 @@ class Router:
         logs.set_up(settings.logging.level, settings.logging.format)
 
     def _drain_s(self) -> float:
-        return self.settings.server.drain_s
+        return self.settings.server.drain_s if self._stopping else math.inf
 
     def _announce(self) -> None:
         """The lines of a start."""
@@ -214,6 +298,9 @@ class Router:
             admin=self.settings.server.admin_socket,
             pid=os.getpid(),
         )
+        if self._taken:
+            log.info("took over", pid=self._taken.pid, requests_finishing_there=self._taken.running)
+        self._supervisor.ready()
         if not self.loopback:
             log.warning(
                 "anybody who can reach this address can use every model: the door has no keys",
@@ -234,23 +321,3 @@ def _context(settings: Settings) -> ssl.SSLContext | None:
         return server_context(server.tls_cert, server.tls_key)
     except (OSError, ssl.SSLError) as error:
         raise StartFailed(f"server.tls_cert: {server.tls_cert} and server.tls_key cannot be used: {error}") from None
-
-
-def _bind(address: Address, setting: str) -> socket.socket:
-    try:
-        return bind(address.host, address.port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise StartFailed(
-                f"{setting}: {address} is in use by another process; stop that one or choose another address"
-            ) from None
-        raise StartFailed(f"{setting}: cannot listen on {address}: {error.strerror}") from None
-
-
-def _shown(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return str(Address(host, port))
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback

@@ -21,14 +21,11 @@ from ..nursery.sleeper import Cut, Sleeper
 from ..wire.line import Line, Poller, keep_alive_probes
 from ..wire.tls import TlsLine
 from .buffers import Buffers
-from .connection import Connection, Limits, Site
+from .connection import IDLE_AT_STOP_S, Connection, Limits, Site
 
 BACKLOG = 4096
 BACK_OFF_S = 0.1
 MOST_AT_ONCE = 64
-IDLE_AT_STOP_S = 5.0
-"""At a stop, how long a kept-alive connection may still bring its next request, which is then answered with
-`Connection: close`: a client that is about to send one does not run into a closed socket."""
 
 log = structlog.get_logger("door")
 
@@ -41,10 +38,12 @@ class Listeners:
         self.limits = limits
         self.buffers = buffers
         self.context: ssl.SSLContext | None = None
+        self.shared = False
+        """Another process accepts from the same sockets, or will: at a stop, their queues are left to it."""
         self.connections: set[Connection] = set()
         self._poller = poller
         self._sleepers = sleepers
-        self._idle_until = float("inf")
+        self._scope: trio.CancelScope | None = None
 
     async def serve(
         self,
@@ -53,19 +52,30 @@ class Listeners:
         drain_s: Callable[[], float],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Accept until `stop`, then wait for the connections, at most `drain_s()` seconds; what is left is cut."""
+        """Accept until `stop`, then close the sockets and wait for the connections, at most `drain_s()` seconds; what
+        is left is cut."""
+        listeners = list(sockets)
         async with trio.open_nursery() as connections:
             async with trio.open_nursery() as accepting:
-                for listener in sockets:
+                for listener in listeners:
                     accepting.start_soon(self._accept, listener, connections, name=f"accept {_name(listener)}")
                 task_status.started()
                 await stop.wait()
                 accepting.cancel_scope.cancel()
-            now = time.monotonic()
-            self._idle_until = now + IDLE_AT_STOP_S
+            for listener in listeners:
+                if not self.shared:
+                    self._accept_waiting(listener, connections)
+                listener.close()
+            idle_until = time.monotonic() + IDLE_AT_STOP_S
             for connection in self.connections:
-                connection.go_idle_until(self._idle_until)
-            connections.cancel_scope.deadline = trio.current_time() + drain_s()
+                connection.go_idle_until(idle_until)
+            self._scope = connections.cancel_scope
+            self.finish_within(drain_s())
+
+    def finish_within(self, seconds: float) -> None:
+        """After a stop: cut what is still open after so many seconds from now."""
+        if self._scope is not None:
+            self._scope.deadline = trio.current_time() + seconds
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
         listener.setblocking(False)
@@ -94,6 +104,13 @@ class Listeners:
                     log.info("accepting connections again")
                 nursery.start_soon(self._serve, sock, _peer(address), name="connection")
             await trio.lowlevel.checkpoint()
+
+    def _accept_waiting(self, listener: socket.socket, nursery: trio.Nursery) -> None:
+        """The last look into a queue: closing the listener resets whoever waits there, though nobody refused them."""
+        with contextlib.suppress(OSError):
+            for _ in range(BACKLOG):
+                sock, address = listener.accept()
+                nursery.start_soon(self._serve, sock, _peer(address), name="connection")
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
         sleeper = Sleeper()

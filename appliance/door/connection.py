@@ -36,6 +36,9 @@ LINGER_S = 2.0
 """How long unread input is thrown away after a refusal: closing at once would reset the connection, and the client
 might lose the refusal that it has not read yet.
 """
+IDLE_AT_STOP_S = 5.0
+"""At a stop, how long a kept-alive connection may still bring its next request, which is then answered with
+`Connection: close`: a client that is about to send one does not run into a closed socket."""
 SLOWEST_BODY_BYTES_PER_S = 4096
 """A body may take `write_stall_s` plus its size at this rate; slower ones hold their reservation for nothing."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -108,7 +111,8 @@ class Connection:
         try:
             while True:
                 if not self._buffer:
-                    sleeper.arm(time.monotonic() + self._limits.keepalive_s, "keepalive_s")
+                    keepalive_s = IDLE_AT_STOP_S if self.site.draining else self._limits.keepalive_s
+                    sleeper.arm(time.monotonic() + keepalive_s, "keepalive_s")
                     while (data := line.try_recv()) is None:
                         await sleeper.sleep()
                     if not data:

@@ -33,6 +33,8 @@ class Door:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self.draining = False
+        self.taken_over = False
+        """Another process answers at the door's address: ready, as far as those who ask are concerned."""
         self.ready: Callable[[], bool] = lambda: True
         self._origins: frozenset[bytes] = frozenset()
         self._max_body_bytes = 0
@@ -149,7 +151,7 @@ class Door:
 
     def not_ready(self) -> Refusal | None:
         """Why nobody should send requests here now, None when they should."""
-        if self.draining:
+        if self.draining and not self.taken_over:
             return Refusal(503, "draining", "this router is stopping", retry_after_s=5)
         if not self.ready():
             return Refusal(503, "model_not_ready", "no endpoint is configured or answering yet", retry_after_s=1)
