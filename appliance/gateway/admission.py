@@ -23,6 +23,7 @@ from ..nursery.sleeper import SWEEP_S, Sleeper
 from ..rules.admission.estimates import Typical, estimate, spent
 from ..rules.admission.queue import Admission
 from ..rules.admission.ticket import Ticket
+from ..rules.engines.metrics import scraped
 from ..rules.scheduling.filters import gate
 from ..rules.scheduling.member import Member
 from ..rules.scheduling.table import Entry, Table
@@ -123,7 +124,16 @@ class Gate:
             name: [member.endpoint for member in entry.members if not gate(member, now)]
             for name, entry in self._table.entries.items()
         }
-        _wake(self.rules.table({name: endpoints for name, endpoints in models.items() if endpoints}, now))
+        # An endpoint that is never scraped and whose capacity nobody set is believed to take what comes, like a provider:
+        # non-streaming answers that come in the order of their requests prove nothing about its batch, and holding it to
+        # the 2 requests of the cold rule for ever would be worse than not holding it at all.
+        elastic = [
+            member.id
+            for member in self._table.members.values()
+            if not scraped(member.endpoint.engine) and not member.endpoint.capacity
+        ]
+        served = {name: endpoints for name, endpoints in models.items() if endpoints}
+        _wake(self.rules.table(served, now, elastic=elastic))
         for name in self._typical.keys() - self._table.entries.keys():
             del self._typical[name]
 
