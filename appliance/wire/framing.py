@@ -7,6 +7,7 @@ import re
 MAX_SIZE_LINE_BYTES = 256
 MAX_TRAILER_BYTES = 8192
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
+_SIZE_BEGINNING = re.compile(rb"(?:[0-9A-Fa-f]{1,15}(?:[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?)?\r?)?")
 _TRAILER = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
 
 
@@ -18,9 +19,11 @@ class Chunked:
     """Cuts a chunked body into its payload.
 
     `feed` returns the payload pieces in order. `done` is set when the last chunk and its trailers have been read;
-    `rest` holds what came after. `between` tells that the last byte fed ended a chunk, so that a chunk of our own may
-    be put in there. With `plain`, chunk extensions and trailers are refused: the bytes are passed on in this very
-    framing, and both are hop-by-hop, not ours to pass on. (Nobody sends them unasked: trailers want `TE: trailers`.)
+    `rest` holds what came after. `held` is the beginning of a size line, or of the last chunk, that is not all there
+    yet; `between` tells that what came before it ended a chunk, so that whoever passes the bytes on without what is
+    held may put a chunk of its own in there. With `plain`, chunk extensions and trailers are refused: the bytes are
+    passed on in this very framing, and both are hop-by-hop, not ours to pass on. (Nobody sends them unasked: trailers
+    want `TE: trailers`.)
     """
 
     __slots__ = ("_left", "_plain", "done", "held", "last", "rest")
@@ -35,7 +38,7 @@ class Chunked:
 
     @property
     def between(self) -> bool:
-        return self._left == 0 and not self.held
+        return self._left == 0
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take the next bytes of the connection. Raises BadFraming; the body is lost then."""
@@ -67,7 +70,10 @@ class Chunked:
             if line_end < 0:
                 if end - position >= MAX_SIZE_LINE_BYTES:
                     raise BadFraming("a chunk size line without end")
-                self._check_size_prefix(data[position:])
+                # Refuse at the first wrong byte, not when 256 have come: a peer that ends lines with a bare LF would
+                # wait for us, and we for it.
+                if _SIZE_BEGINNING.fullmatch(data, position) is None:
+                    raise BadFraming("malformed chunk size")
                 self.held = data[position:]
                 break
             match = _SIZE.fullmatch(data, position, line_end)
@@ -93,8 +99,12 @@ class Chunked:
         else:
             stop = data.find(b"\r\n\r\n", after) + 4
             if stop < 4:
-                if len(data) - after > MAX_TRAILER_BYTES or (self._plain and len(data) - after > 2):
+                if len(data) - after > MAX_TRAILER_BYTES:
                     raise BadFraming("trailers without end")
+                if self._plain and not b"\r".startswith(data[after:]):
+                    raise BadFraming("a trailer")
+                if data.count(b"\n", after) != data.count(b"\r\n", after):
+                    raise BadFraming("malformed trailer")
                 self.held = data[start:]
                 return
         if self._plain and stop != after + 2:
@@ -109,12 +119,6 @@ class Chunked:
     def _check_prefix(data: bytes, expected: bytes) -> None:
         if not expected.startswith(data):
             raise BadFraming("a chunk longer than its size")
-
-    @staticmethod
-    def _check_size_prefix(data: bytes) -> None:
-        # Refuse at the first wrong byte, not when 256 have come: a peer that sends no line end would hold us up.
-        if data[:1] not in b"0123456789abcdefABCDEF" or not data:
-            raise BadFraming("malformed chunk size")
 
 
 def chunk(data: bytes) -> bytes:

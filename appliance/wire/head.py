@@ -21,7 +21,9 @@ MAX_FIELDS = 128
 
 MOST_KNOWN_LINES = 4096
 LONGEST_KNOWN_LINE = 512
-"""Bounds of each memory of lines: 2 MiB at most. A full one is emptied, since what repeats is soon back."""
+KNOWN_BYTES = 16 << 20
+"""Bounds of the three memories of lines, and what they hold together when somebody fills them on purpose (a line is
+kept beside its parts, and a request line has three). A full one is emptied, since what repeats is soon back."""
 
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,24}) ([!-~]+) HTTP/1\.([01])")
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
@@ -175,12 +177,27 @@ def read_response(head: bytes, *, to_head_request: bool = False) -> ResponseHead
 def end_of_head(data: bytes | bytearray) -> int:
     """Where the head at the beginning of `data` ends (the index after its empty line), or -1 while it is incomplete.
 
-    Raises BadHead (431) once more than `MAX_HEAD_BYTES` have come without an end.
+    Raises BadHead: 431 once more than `MAX_HEAD_BYTES` have come without an end, 400 at the first bare LF. Whoever ends
+    lines with LF alone would otherwise wait for an answer, and we for the end of a head that is complete in his eyes.
     """
     end = data.find(HEAD_END)
     if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):
         raise BadHead(f"header larger than {MAX_HEAD_BYTES} bytes", status=431)
-    return end + 4 if end >= 0 else -1
+    if end >= 0:
+        return end + 4
+    if data.count(b"\n") != data.count(b"\r\n"):
+        raise BadHead("a bare LF in the header")
+    return -1
+
+
+def check_beginning(data: bytes) -> None:
+    """Refuse the beginning of a request that can become none: TLS on a plain port, a stray body, another protocol.
+
+    Raises BadHead. Only asked while a head is incomplete.
+    """
+    if not b"A" <= data[:1] <= b"Z":
+        tls = data[:2] == b"\x16\x03"
+        raise BadHead("this is TLS, and plain HTTP is spoken here" if tls else "malformed request line")
 
 
 def _fields(lines: list[bytes], once: frozenset[bytes]) -> tuple[Fields, dict[bytes, bytes]]:
