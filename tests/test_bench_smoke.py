@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import machine, native, routers, sims, stream_cost, throughput
-from tests.bench.plan import Plan
+from tests.bench import machine, native, plan, routers, sims, stream_cost, throughput
 from tests.bench.report import Report, paired_difference, paired_ratio
 
 NO_ERRORS = dict.fromkeys(("connect", "closed", "framing", "no_done", "error_event", "status", "unfinished"), 0)
@@ -167,6 +166,19 @@ def test_cpu_of_a_process_tree_includes_its_children(script: str) -> None:
         machine.end(process)
 
 
+def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = iter(range(1_000))
+    monkeypatch.setattr(plan, "core_busy_s", lambda core: float(next(busy)))
+    monkeypatch.setattr(plan, "_LOOK_S", 0.01)
+    patience = plan.Patience(0.05)
+    patience.wait(machine.Cores(0, 0))
+    assert patience.left_s <= 0
+    monkeypatch.setattr(plan, "core_busy_s", lambda core: 1.0)
+    calm = plan.Patience(60.0)
+    calm.wait(machine.Cores(0, 0))
+    assert calm.left_s > 50
+
+
 def test_rows_print_conditions_figures_and_checks() -> None:
     lines = lines_of("throughput", "--routers", "direct")
     assert lines[0]["conditions"]["routers"] == {"direct": {"version": "", "switched_on": "no router"}}
@@ -216,10 +228,10 @@ def test_numbers_in_a_varying_body_go_on_where_they_are_told_to(tmp_path: Path) 
     assert [number for number in range(39, 46) if f"{number:012d} and then" in text] == [41, 42, 43]
 
 
-def plan_of(tmp_path: Path, *names: str) -> Plan:
+def plan_of(tmp_path: Path, *names: str) -> plan.Plan:
     report = Report("a row", io.StringIO())
     cores = machine.Cores.of_this_machine()
-    return Plan(report=report, cores=cores, folder=tmp_path, routers=names, rounds=1, quick=True)
+    return plan.Plan(report=report, cores=cores, folder=tmp_path, routers=names, rounds=1, quick=True)
 
 
 @pytest.mark.parametrize(("row", "fault"), [(throughput, "status"), (stream_cost, "cut"), (stream_cost, "short")])
@@ -228,10 +240,10 @@ def test_wrong_answers_make_a_row_fail(
 ) -> None:
     sound = native.engine
     monkeypatch.setattr(native, "engine", lambda core, *options: sound(core, *options, "--break", fault))
-    plan = plan_of(tmp_path, "direct")
-    row.measure(plan)  # type: ignore[attr-defined]
-    assert plan.report.wrong
-    assert plan.report.status == 1
+    given = plan_of(tmp_path, "direct")
+    row.measure(given)  # type: ignore[attr-defined]
+    assert given.report.wrong
+    assert given.report.status == 1
 
 
 def test_a_peer_that_is_not_there_is_skipped_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

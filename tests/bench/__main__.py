@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from tests.bench import install, machine, routers
-from tests.bench.plan import Plan
+from tests.bench.plan import Patience, Plan
 from tests.bench.report import Report
 
 ROWS = {
@@ -36,6 +36,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--routers", default=",".join(routers.ALL), help="which, in order (also: direct)")
     parser.add_argument("--rounds", type=int, default=0, help="how often each is measured (0: as the row thinks best)")
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs; figures mean little")
+    parser.add_argument(
+        "--patience", type=float, default=0.0, help="seconds a row may wait, in all, for a shared machine to fall quiet"
+    )
     parser.add_argument("--out", type=Path, help="append the lines to this file as well as printing them")
     given = parser.parse_args()
     unknown = set(given.routers.split(",")) - {*routers.ALL, routers.DIRECT}
@@ -77,6 +80,7 @@ def main() -> int:
                 routers=tuple(given.routers.split(",")),
                 rounds=given.rounds,
                 quick=given.quick,
+                patience=Patience(given.patience),
             )
             importlib.import_module(f"tests.bench.{row}").measure(plan)
             status = max(status, report.status)

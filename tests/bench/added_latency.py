@@ -38,6 +38,7 @@ def measure(plan: Plan) -> None:
             answers: dict[str, int] = {}
             for _ in range(rounds):
                 for each in up:
+                    plan.patience.wait(cores)
                     found = native.load(cores.rest, each.port, body, "--connections", connections, "--seconds", seconds)
                     wrong += found.wrong
                     answers[each.name] = answers.get(each.name, 0) + found.answers

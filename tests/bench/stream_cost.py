@@ -49,6 +49,7 @@ def measure(plan: Plan) -> None:
         wrong: Counter[str] = Counter()
         for _ in range(plan.times(4)):
             for router in up:
+                plan.patience.wait(cores)
                 used = machine.cpu_s(router.pid)
                 found = native.load(cores.rest, router.port, body, *options, "--each", each_takes)
                 used = machine.cpu_s(router.pid) - used

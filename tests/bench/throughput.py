@@ -45,6 +45,7 @@ def measure(plan: Plan) -> None:
         wrong: Counter[str] = Counter()
         for _ in range(plan.times(5)):
             for each in up:
+                plan.patience.wait(cores)
                 found, cpu_s, took_s, foreign_s = _sample(each, plan, body, seconds)
                 answers += found.answers
                 wrong += found.wrong
