@@ -96,6 +96,16 @@ class HttpReply:
         except OSError:
             raise ClientLeft from None
 
+    def put(self, data: bytes) -> None:
+        data = self._head + (framing.chunk(data) if self.chunked else data)
+        self.started = True
+        self.sent_bytes += len(data)
+        try:
+            self._head = data[self._line.try_send(data) :]
+        except OSError:
+            raise ClientLeft from None
+        self.sent_bytes -= len(self._head)  # counted when it leaves, with the next piece
+
     async def end(self, *, framed: bool = False) -> None:
         if self.chunked and not framed and not self._no_body:
             await self.send(framing.LAST_CHUNK, framed=True)

@@ -14,8 +14,6 @@ import ssl
 import time
 from typing import Any
 
-import msgspec
-
 from ..facts.call import Call
 from ..facts.choice import ANSWER, CLIENT_LEFT, DEADLINE, ERROR_EVENT, Attempt, Choice, Outcome
 from ..facts.endpoint import Endpoint, Sample
@@ -25,19 +23,20 @@ from ..nursery.sleeper import Cut, DeadlinePassed
 from ..rules.admission.ticket import Ticket
 from ..rules.engines.metrics import Contract
 from ..rules.scheduling.member import Member
-from ..rules.scheduling.outcomes import classify
+from ..rules.scheduling.outcomes import classify, of_status
 from ..rules.scheduling.pipeline import Policy, choose, has_another, not_ready
 from ..rules.scheduling.retry import GiveUp, PassOn, Retry, next_step
 from ..rules.scheduling.table import Change, Entry, Table
 from ..wire import fields
 from ..wire.line import Poller
 from .admission import Gate
+from .errors import ErrorAnswer, error_event, error_of_event, shaped_error
 from .identity import prompt_head
 from .meters import Meters
 from .record import CLIENT_LEFT as CLIENT_LEFT_CODE
 from .record import Books, Record
 from .relay import Attempt as Try
-from .relay import ErrorAnswer, Promises, error_event, shaped_error
+from .relay import Promises, ping_while_silent, tell_waiting
 from .reply import Cancelled, ClientLeft, EndpointLost, Left, Reply
 from .stream import FirstEventIsError
 from .upstream import Upstream, UpstreamFailed
@@ -78,6 +77,7 @@ class Gateway:
             deadlines.stream_total_s,
             deadlines.write_stall_s,
             deadlines.sse_ping_s,
+            deadlines.sse_ping_before_first_token,
         )
         change = self.table.replace(settings.endpoints, settings.models)
         for member in (*change.removed, *change.changed):
@@ -156,6 +156,8 @@ class Gateway:
         """
         record = Record(call, reply.sleeper)
         self.books.open(record)
+        if self.promises.sse_ping_before_first_token and call.stream:
+            ping_while_silent(reply, self.promises.sse_ping_s, time.monotonic())
         try:
             entry = self.table.find(call.model) or self.table.resolve(call.model)
             record.model = entry.name
@@ -165,13 +167,17 @@ class Gateway:
         except Refusal as refusal:
             if record.outcome == "running":
                 record.refused(refusal)
-            raise
+            if not reply.started:
+                raise
+            await tell_waiting(reply, error_event(refusal, anthropic=call.route.anthropic))
+            reply.give_up()
         except ClientLeft:
             record.outcome, record.code = "client left", CLIENT_LEFT_CODE
             raise
         finally:
             if record.outcome == "running":  # Trio's cancellation: the router stops now
                 record.outcome, record.code = "cancelled", 503
+            reply.sleeper.on_sweep = None
             self.books.settle(record, len(call.body))
 
     async def _fall_back(
@@ -262,7 +268,7 @@ class Gateway:
             match step:
                 case Retry(same=same):
                     ended = held if held is not None else ended
-                    if not same:
+                    if not same or self.table.members.get(member.id) is not member:  # gone with a reload
                         member = None
                     continue
                 case PassOn():
@@ -321,13 +327,13 @@ class Gateway:
         try:
             status = await attempt.run(now, fresh=fresh)
             stream = attempt.stream
-            if stream is not None and stream.error_seen:
-                outcome = Outcome.FAILURE
+            if stream is not None and stream.error:
+                # whose fault it was, the event says as an answer would have
+                outcome = of_status(error_of_event(stream.error).status)
                 record.outcome, record.code, record.reason = "failed", 502, "error_event"
             else:
                 outcome = Outcome.SUCCESS
                 record.outcome, record.code = "ok", status
-            self._remember(attempt, member)
         except ErrorAnswer as error:
             held = error
             end = Attempt(member.id, ANSWER, error.status, sent=True, answered=True)
@@ -356,7 +362,8 @@ class Gateway:
             record.refused(refusal, "cancelled")
             if not reply.started:
                 raise refusal from None
-            await self._break_off(attempt, call, reply, refusal)
+            await attempt.tell(refusal)
+            reply.give_up()
             return None, None
         except EndpointLost as lost:
             end = Attempt(member.id, "closed", sent=attempt.sent, answered=attempt.passed_on, detail=str(lost))
@@ -364,20 +371,16 @@ class Gateway:
             if end is not None:
                 outcome = classify(end)
                 self._note(record, end)
+            if attempt.tally.answer_id:  # a stored response is found again where it was made
+                self.table.responses.put(attempt.tally.answer_id, member.id)
             if lease.finish(outcome, time.monotonic(), self.rng):
                 self.gate.publish()  # its breaker opened: nobody is to wait for it
         if end is not None and reply.started:
             step = next_step([end], passed_on=True, another=False)
             assert isinstance(step, GiveUp)
-            await self._break_off(attempt, call, reply, step.refusal)
+            await attempt.tell(held or step.refusal)
+            reply.give_up()
         return end, held
-
-    async def _break_off(self, attempt: Try, call: Call, reply: Reply, refusal: Refusal) -> None:
-        """Something was passed on already: say why where that is possible, and let the body end improperly."""
-        if attempt.stream is not None:
-            event = error_event(refusal.status, refusal.code, refusal.message, anthropic=call.route.anthropic)
-            await attempt.stream.tell(event)
-        reply.give_up()
 
     async def _pass_on(self, held: ErrorAnswer, call: Call, reply: Reply, record: Record) -> None:
         """The engine's own error is the answer."""
@@ -385,6 +388,10 @@ class Gateway:
         if status in (429, 503) and not any(name == b"retry-after" for name, _ in answer_fields):
             answer_fields = [*answer_fields, (b"retry-after", b"1")]
         record.outcome, record.code, record.reason = "failed", status, "engine_error"
+        if reply.started:  # by comments: the status is given away
+            await tell_waiting(reply, error_event(held, anthropic=call.route.anthropic))
+            reply.give_up()
+            return
         reply.sleeper.disarm()
         reply.start(status, answer_fields, len(body))
         try:
@@ -402,11 +409,6 @@ class Gateway:
             return call.body
         return fields.renamed(call.body, call.headers.get(b"content-type", b""), name)
 
-    def _remember(self, attempt: Try, member: Member) -> None:
-        """A stored response is found again where it was made."""
-        if attempt.tally.answer_id:
-            self.table.responses.put(attempt.tally.answer_id, member.id)
-
     def _note(self, record: Record, attempt: Attempt) -> None:
         record.attempts.append(attempt)
 
@@ -417,26 +419,3 @@ class Gateway:
         prefix = choice.prefix
         if prefix != "off":
             self.meters.prefix[prefix] = self.meters.prefix.get(prefix, 0) + 1
-
-
-class _ErrorEvent(msgspec.Struct, gc=False):
-    code: object = None
-    status: object = None
-
-
-class _ErrorData(msgspec.Struct, gc=False):
-    error: _ErrorEvent | str | None = None
-
-
-def error_of_event(data: bytes) -> ErrorAnswer:
-    """A stream that began with an error, as the answer it should have been."""
-    status = 0
-    try:
-        error = msgspec.json.decode(data, type=_ErrorData).error
-        if isinstance(error, _ErrorEvent):
-            for value in (error.code, error.status):
-                if isinstance(value, int) and 400 <= value <= 599:
-                    status = value
-    except msgspec.MsgspecError:
-        status = 0
-    return ErrorAnswer(status or 502, [(b"content-type", b"application/json")], data)

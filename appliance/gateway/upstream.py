@@ -1,13 +1,15 @@
 """Connections to one endpoint.
 
 Idle ones are kept, last in first out, and watched by the poller: one that the engine closes leaves the pool at that
-moment. The race that remains (closed while our request was on its way) shows as a reset or an end without a byte on a
-`reused` connection; the service sends such a request once more on a fresh one.
+moment, and so does one on which it says something unasked, since the next request must not take that for its answer.
+The race that remains (closed while our request was on its way) shows as a reset or an end without a byte on a `reused`
+connection; the service sends such a request once more on a fresh one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import socket
 import ssl
@@ -16,7 +18,8 @@ import time
 import trio
 
 from ..facts.endpoint import Endpoint
-from ..nursery.sleeper import Sleeper
+from ..facts.errors import Refusal
+from ..nursery.sleeper import DeadlinePassed, Sleeper
 from ..wire import head, tls
 from ..wire.head import ResponseHead
 from ..wire.line import Line, Poller, keep_alive_probes
@@ -28,6 +31,14 @@ ADDRESS_S = 30.0
 KEY_S = 1.0
 """How long an endpoint's key is kept before its file is read again: a rotated key is seen within this time, and a busy
 endpoint does not read a file for every request."""
+
+
+MOST_INTERIM = 16
+"""Interim (1xx) answers before the real one; engines send none or one."""
+_OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""Why a connection cannot be made that no engine is to blame for: this process or machine has run out of something."""
+
+_Address = tuple[int, tuple[object, ...]]
 
 
 class UpstreamFailed(Exception):
@@ -58,8 +69,12 @@ class Upstream:
         self._poller = poller
         self._context = context
         self._idle: list[tuple[float, Line]] = []
-        self._addresses: list[tuple[int, tuple[object, ...]]] = []
+        self._numeric = _numeric(endpoint.host, endpoint.port)
+        self._addresses: list[_Address] = []
         self._addresses_until = 0.0
+        self._asking: set[Sleeper] | None = None
+        """Who waits for the look-up that is under way; None while none is."""
+        self._unknown: Exception | None = None
         self._key = b""
         self._key_until = 0.0
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
@@ -76,7 +91,7 @@ class Upstream:
         idle = self._idle
         while idle:
             since, line = idle.pop()
-            if line.hung_up or now - since > IDLE_S:
+            if line.hung_up or now - since > IDLE_S or (line.readable and _has_spoken(line)):
                 line.close()
                 continue
             line.on_news = None
@@ -85,7 +100,7 @@ class Upstream:
         return None
 
     def give_back(self, line: Line, now: float) -> None:
-        """Keep a connection whose exchange ended cleanly."""
+        """Keep a connection whose exchange ended cleanly: nothing was left unsent or unread."""
         if self.closed or line.hung_up:
             line.close()
             return
@@ -94,37 +109,52 @@ class Upstream:
         self._idle.append((now, line))
 
     async def dial(self, sleeper: Sleeper) -> Line:
-        """A new connection. The caller has armed its deadline. Raises UpstreamFailed("refused"), or a cut."""
-        try:
-            addresses = await self._look_up()
-        except OSError as error:
-            raise UpstreamFailed("refused", f"cannot find the address of {self.endpoint.host}: {error}") from None
+        """A new connection. The caller has armed its deadline, which is shared out over the addresses of the host.
+
+        Raises UpstreamFailed("refused"), Refusal when this machine lacks what a connection takes, or a cut.
+        """
+        addresses = self._numeric or await self._look_up(sleeper)
+        due, name = sleeper.due, sleeper.due_name
         failure: Exception | None = None
-        for family, address in addresses:
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        for index, address in enumerate(addresses):
+            left = len(addresses) - index
+            if len(addresses) > 1:
+                # an address that swallows our packets must leave time for the next
+                now = time.monotonic()
+                sleeper.arm(due if left == 1 else now + (due - now) / left, name)
             try:
-                keep_alive_probes(sock)
-                with contextlib.suppress(BlockingIOError):
-                    sock.connect(address)
-            except OSError as error:
-                sock.close()
-                failure = error
-                continue
-            line = self._line(sock, sleeper)
-            try:
-                await line.connected()
-                if isinstance(line, tls.TlsLine):
-                    await line.handshake()
+                return await self._connect(*address, sleeper)
+            except DeadlinePassed as late:
+                if left == 1 or late.name != name or time.monotonic() >= due:
+                    raise
+                failure = TimeoutError("no answer")
             except (OSError, ssl.SSLError) as error:
-                line.abort()
+                if isinstance(error, OSError) and error.errno in _OURS:
+                    raise _exhausted(error) from None
                 failure = error
-                continue
-            except BaseException:
-                line.abort()
-                raise
-            return line
+        self._addresses_until = 0.0  # it may have moved
         reason = getattr(failure, "strerror", None) or str(failure)
         raise UpstreamFailed("refused", f"cannot connect to {self.endpoint.url}: {reason}")
+
+    async def _connect(self, family: int, address: tuple[object, ...], sleeper: Sleeper) -> Line:
+        """Raises OSError, ssl.SSLError, or a cut."""
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            keep_alive_probes(sock)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(address)
+            line = self._line(sock, sleeper)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            await line.connected()
+            if isinstance(line, tls.TlsLine):
+                await line.handshake()
+        except BaseException:
+            line.abort()
+            raise
+        return line
 
     def drop_stale(self, now: float) -> None:
         """Close what has been idle for too long; called by the sweeper, so that engines are not left holding
@@ -149,23 +179,47 @@ class Upstream:
 
     def _idle_news(self, line: Line) -> None:
         """An idle connection spoke or ended. A late report of bytes already read finds nothing and means nothing."""
-        try:
-            if line.try_recv() is None:
-                return
-        except OSError:
-            line.hung_up = True
-        with contextlib.suppress(ValueError):
-            self._idle.remove(next(entry for entry in self._idle if entry[1] is line))
+        if not _has_spoken(line):
+            return
+        self._idle = [entry for entry in self._idle if entry[1] is not line]
         line.close()
 
-    async def _look_up(self) -> list[tuple[int, tuple[object, ...]]]:
-        """Addresses to try in order. Numeric ones need no look-up; names are asked for again after ADDRESS_S."""
-        now = time.monotonic()
-        if now >= self._addresses_until:
+    async def _look_up(self, sleeper: Sleeper) -> list[_Address]:
+        """Addresses of the host to try in order, asked for again after ADDRESS_S.
+
+        The question runs in a thread that nothing can stop, so it has a task of its own (Trio's, since it belongs to
+        whoever waits) and the caller sleeps where deadlines and departed clients reach it. One question at a time: a
+        resolver that is down must not eat the threads of the process. Raises UpstreamFailed, or a cut.
+        """
+        if time.monotonic() < self._addresses_until:
+            return self._addresses
+        if self._asking is None:
+            self._asking = set()
+            trio.lowlevel.spawn_system_task(self._ask, name=f"look up {self.endpoint.host}")
+        waiting = self._asking
+        waiting.add(sleeper)
+        try:
+            while self._asking is waiting:
+                await sleeper.sleep()
+        finally:
+            waiting.discard(sleeper)
+        if self._unknown is not None:
+            detail = f"cannot find the address of {self.endpoint.host}: {self._unknown}"
+            raise UpstreamFailed("refused", detail)
+        return self._addresses
+
+    async def _ask(self) -> None:
+        self._unknown = None
+        try:
             found = await trio.socket.getaddrinfo(self.endpoint.host, self.endpoint.port, type=socket.SOCK_STREAM)
             self._addresses = [(family, address) for family, _, _, _, address in found]
-            self._addresses_until = now + ADDRESS_S
-        return self._addresses
+            self._addresses_until = time.monotonic() + ADDRESS_S
+        except (OSError, ValueError) as error:  # the second for names that no resolver can be asked
+            self._unknown = error
+        finally:
+            waiting, self._asking = self._asking, None
+            for sleeper in waiting or ():
+                sleeper.wake()
 
     # -- the request -------------------------------------------------------------------------------------------------
 
@@ -182,42 +236,83 @@ class Upstream:
 
     def _read_key(self, now: float) -> bytes:
         if now >= self._key_until:
+            where = f"api_key_file of endpoint {self.endpoint.id}"
             try:
                 with open(self.endpoint.api_key_file, "rb") as file:
-                    self._key = file.read(4096).strip()
+                    key = file.read(4096).strip()
             except OSError as error:
-                raise UpstreamFailed(
-                    "refused", f"cannot read api_key_file of endpoint {self.endpoint.id}: {error.strerror}"
-                ) from None
+                raise UpstreamFailed("refused", f"cannot read {where}: {error.strerror}") from None
+            if not key or not all(32 < byte < 127 for byte in key):
+                raise UpstreamFailed("refused", f"{where} must hold one key: a line of visible characters")
+            self._key = key
             self._key_until = now + KEY_S
         return self._key
 
 
-async def read_head(line: Line, *, reused: bool, to_head_request: bool = False) -> tuple[ResponseHead, bytes]:
-    """The response's head, interim (1xx) ones passed over, and the bytes that came after it. Raises UpstreamFailed."""
+def _numeric(host: str, port: int) -> list[_Address]:
+    """The address that `host` is, where it is one."""
+    for family, rest in ((socket.AF_INET, ()), (socket.AF_INET6, (0, 0))):
+        with contextlib.suppress(OSError):
+            socket.inet_pton(family, host)
+            return [(family, (host, port, *rest))]
+    return []
+
+
+def _has_spoken(line: Line) -> bool:
+    """Whether an idle connection has brought anything, its end included."""
+    try:
+        return line.try_recv() is not None
+    except OSError:
+        return True
+
+
+def _exhausted(error: OSError) -> Refusal:
+    return Refusal(
+        503,
+        "router_exhausted",
+        f"this router cannot open another connection ({error.strerror}): its operator must raise LimitNOFILE",
+        retry_after_s=1,
+    )
+
+
+async def read_head(
+    line: Line, *, reused: bool, to_head_request: bool = False, early: bytes = b""
+) -> tuple[ResponseHead, bytes]:
+    """The response's head, interim (1xx) ones passed over, and the bytes that came after it; `early` is what came
+    before. Raises UpstreamFailed, or a cut.
+    """
     held = b""
+    data = early
+    answered = False
+    interim = 0
     while True:
-        try:
-            data = await line.recv()
-        except OSError as error:
-            raise UpstreamFailed(
-                "reset", f"connection lost: {error.strerror or error}", sent=True, answered=bool(held), reused=reused
-            ) from None
         if not data:
-            detail = "connection closed within the answer's header" if held else "connection closed without an answer"
-            raise UpstreamFailed("closed" if held else "reset", detail, sent=True, answered=bool(held), reused=reused)
+            try:
+                data = await line.recv()
+            except OSError as error:
+                detail = f"connection lost: {error.strerror or error}"
+                raise UpstreamFailed("reset", detail, sent=True, answered=answered, reused=reused) from None
+            if not data:
+                kind, when = ("closed", "within the answer's header") if held else ("reset", "without an answer")
+                raise UpstreamFailed(kind, f"connection closed {when}", sent=True, answered=answered, reused=reused)
+        answered = True
         held = held + data if held else data
         try:
             while (end := head.end_of_head(held)) >= 0:
                 response = head.read_response(held[:end], to_head_request=to_head_request)
                 held = held[end:]
-                if response.status >= 200:
+                if 200 <= response.status < 600:
                     return response, held
-                if response.status == 101:
-                    raise head.BadHead("the upstream switched protocols unasked")
+                interim += 1
+                if response.status == 101 or response.status >= 600 or interim > MOST_INTERIM:
+                    raise head.BadHead(f"status {response.status} was not to be expected here")
         except head.BadHead as error:
             raise UpstreamFailed(
                 "garbage", f"not an HTTP answer: {error}", sent=True, answered=True, reused=reused
             ) from None
         if held and not b"HTTP/1.".startswith(held[:7]):
             raise UpstreamFailed("garbage", "not an HTTP answer", sent=True, answered=True, reused=reused)
+        data = b""
+        # one that trickles without end would otherwise never sleep, and a deadline only strikes a sleeper
+        if line.sleeper is not None:
+            line.sleeper.check()

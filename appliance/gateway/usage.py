@@ -1,8 +1,9 @@
 """What an answer used: tokens, as the engine counted them, and the times of its first and last content.
 
 The engine's own figures count, the last value wins. An answer that was cut, or whose engine publishes no usage, is
-charged for what can be seen: about four bytes of prompt a token, and a token per delivered event; it is marked
-`estimated`.
+charged for what can be seen: the prompt as the engine counted it or about four bytes of it a token, and a token per
+delivered event; it is marked `estimated`. Figures are read leniently: an engine that says `null` for one of them, or
+something that is no count, is not heard on that one only.
 """
 
 from __future__ import annotations
@@ -17,24 +18,22 @@ PROMPT_BYTES_PER_TOKEN = 4
 
 _TAIL_BYTES = 8192
 _SMALL_BYTES = 16384
+_MOST_TRIES = 8
+_MOST_TOKENS = 1 << 40
+"""Far above any context: a figure beyond it is a lie, and would spoil every sum it enters."""
 _CONTENT = re.compile(rb'"(?:content|text|delta|reasoning|reasoning_content|thinking|arguments|partial_json)": ?"(?!")')
 
 
-class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-
-
 class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cache_read_input_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    output_tokens_details: _Details | None = None
+    prompt_tokens: object = None
+    completion_tokens: object = None
+    input_tokens: object = None
+    output_tokens: object = None
+    cache_read_input_tokens: object = None
+    prompt_tokens_details: object = None
+    completion_tokens_details: object = None
+    input_tokens_details: object = None
+    output_tokens_details: object = None
 
 
 class _Answer(msgspec.Struct, gc=False):
@@ -63,6 +62,8 @@ class Tally:
     reasoning_tokens = 0
     reported = False
     wants_id = False
+    whole = False
+    """The answer came to its end, so that what was reported last is what it used."""
 
     def event(self, event: bytes, now: float) -> None:
         """Count one event of a stream."""
@@ -81,6 +82,7 @@ class Tally:
     def body(self, body: bytes, now: float) -> None:
         """Count a whole answer, or the last part of one that was too large to keep."""
         self.first_content_at = self.last_content_at = now
+        self.whole = True
         if self.wants_id:
             self._find_id(body)
         if b'"usage"' not in body:
@@ -95,11 +97,15 @@ class Tally:
                 return
         self._tail(body)
 
-    def estimate(self, request_bytes: int) -> None:
-        """Fill in what the engine did not report."""
-        if not self.reported:
+    def estimate(self, request_bytes: int) -> bool:
+        """Fill in what the engine did not report; True when there was something to fill in."""
+        if self.reported and self.whole:
+            return False
+        if not self.prompt_tokens:
             self.prompt_tokens = request_bytes // PROMPT_BYTES_PER_TOKEN
-            self.completion_tokens = self.content_events
+        # some routes report a first figure at the beginning, which a cut stream would be left with
+        self.completion_tokens = max(self.completion_tokens, self.content_events)
+        return True
 
     def _find_id(self, data: bytes) -> None:
         found = _RESPONSE_ID.search(data)
@@ -109,31 +115,51 @@ class Tally:
 
     def _tail(self, data: bytes) -> None:
         """Usage stands near the end of an event or a body, on some routes one level down; read the last one there
-        is.
+        is. (The word may stand in there for other reasons: a token's text among log probabilities.)
         """
-        at = data.rfind(b'"usage"')
-        text = data[at + 7 : at + 7 + _TAIL_BYTES].decode("utf-8", "replace").lstrip(" \t\r\n:")
-        if not text.startswith("{"):
-            return
-        try:
-            value, _ = _raw.raw_decode(text)
-            self._add(msgspec.convert(value, _Usage))
-        except (ValueError, RecursionError):
+        at = len(data)
+        for _ in range(_MOST_TRIES):
+            at = data.rfind(b'"usage"', 0, at)
+            if at < 0:
+                return
+            text = data[at + 7 : at + 7 + _TAIL_BYTES].decode("utf-8", "replace").lstrip(" \t\r\n")
+            if text[:1] != ":" or not (text := text[1:].lstrip(" \t\r\n")).startswith("{"):
+                continue
+            try:
+                value, _ = _raw.raw_decode(text)
+                self._add(msgspec.convert(value, _Usage))
+            except (ValueError, RecursionError):
+                continue
             return
 
     def _add(self, usage: _Usage) -> None:
+        prompt = _count(usage.prompt_tokens) or _count(usage.input_tokens)
+        completion = _count(usage.completion_tokens) or _count(usage.output_tokens)
+        if not prompt and not completion:
+            return
         self.reported = True
-        prompt = usage.prompt_tokens or usage.input_tokens
         if prompt:
             self.prompt_tokens = prompt
-        completion = usage.completion_tokens or usage.output_tokens
         if completion:
             self.completion_tokens = completion
-        for details in (usage.prompt_tokens_details, usage.input_tokens_details):
-            if details is not None and details.cached_tokens:
-                self.cached_tokens = details.cached_tokens
-        if usage.cache_read_input_tokens:
-            self.cached_tokens = usage.cache_read_input_tokens
-        for details in (usage.completion_tokens_details, usage.output_tokens_details):
-            if details is not None and details.reasoning_tokens:
-                self.reasoning_tokens = details.reasoning_tokens
+        cached = (
+            _detail(usage.prompt_tokens_details, "cached_tokens")
+            or _detail(usage.input_tokens_details, "cached_tokens")
+            or _count(usage.cache_read_input_tokens)
+        )
+        if cached:
+            self.cached_tokens = cached
+        reasoning = _detail(usage.completion_tokens_details, "reasoning_tokens") or _detail(
+            usage.output_tokens_details, "reasoning_tokens"
+        )
+        if reasoning:
+            self.reasoning_tokens = reasoning
+
+
+def _count(value: object) -> int:
+    """What an engine says is a count of tokens; 0 for what cannot be one."""
+    return value if type(value) is int and 0 < value <= _MOST_TOKENS else 0
+
+
+def _detail(details: object, name: str) -> int:
+    return _count(details.get(name)) if isinstance(details, dict) else 0
