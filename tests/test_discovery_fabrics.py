@@ -70,6 +70,14 @@ def test_two_rails_are_one_fabric_in_natural_order() -> None:
     assert ib_hca(fabric) == "=mlx5_0,mlx5_10"
 
 
+def test_adapters_are_in_the_order_of_their_numbers() -> None:
+    names = [f"mlx5_{number}" for number in (10, 2, 1, 0, 11)] + ["bnxt_re0"]
+    tree: Tree = {}
+    for name in names:
+        tree |= port(name)
+    assert ib_hca(only(tree)) == "=bnxt_re0,mlx5_0,mlx5_1,mlx5_2,mlx5_10,mlx5_11"
+
+
 def test_ethernet_and_ports_that_are_not_up_are_left_out_with_their_reasons() -> None:
     assert ib_hca(only(MIXED)) == "=mlx5_0,mlx5_10"
     assert reasons(MIXED) == {

@@ -116,6 +116,9 @@ def test_one_identity_or_one_number_twice_is_one_gpu() -> None:
     first = TWO_L40S.splitlines()[0]
     assert len(smi.parse_gpus(f"{first}\n{first}\n").gpus) == 1
     assert smi.parse_gpus(f"{first}\n{first}\n").partial
+    same_identity = smi.parse_gpus(TWO_L40S.replace(SECOND, FIRST))
+    assert [gpu.index for gpu in same_identity.gpus] == [0]
+    assert same_identity.partial
     same_number = smi.parse_gpus(TWO_L40S.replace(f"1, {SECOND}", f"0, {SECOND}"))
     assert [gpu.uuid for gpu in same_number.gpus] == [FIRST]
     assert same_number.partial

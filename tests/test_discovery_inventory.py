@@ -226,6 +226,7 @@ def test_interfaces_are_merged_and_the_best_address_is_taken() -> None:
     assert found[1] == Interface("eth0", ("10.0.0.7", "fd00::7", "fe80::a"))
     assert interfaces.own_address(found) == "10.0.0.7"
     assert interfaces.own_address(interfaces.merge(interfaces.parse_inet6(table))) == "fd00::7"
+    assert interfaces.own_address(interfaces.merge([("a", "169.254.1.1"), ("b", "fe80::1")])) == "127.0.0.1"
     assert interfaces.own_address(()) == "127.0.0.1"
     assert "127.0.0.1" in [address for each in interfaces.interfaces() for address in each.addresses]
 
@@ -254,14 +255,14 @@ async def test_a_node_is_gathered(tmp_path: Path) -> None:
 
 async def test_a_file_stands_in_for_all_probes_and_configuration_wins(tmp_path: Path) -> None:
     path = tmp_path / "inventory.json"
-    path.write_text(to_json(FULL))
 
     def never() -> Any:
         raise AssertionError("no hardware is asked")
 
+    path.write_text(to_json(attrs.evolve(FULL, labels={"rack": "7", "room": "2"})))
     place = Place(address="10.9.9.9", labels={"rack": "8", "row": "1"}, inventory_file=str(path))
     inventory = await gather(place, GpuProbe(load=never))
-    assert inventory == attrs.evolve(FULL, address="10.9.9.9", labels={"rack": "8", "row": "1"})
+    assert inventory == attrs.evolve(FULL, address="10.9.9.9", labels={"rack": "8", "room": "2", "row": "1"})
     path.write_text("{}")
     assert (await gather(place, GpuProbe(load=never))).gpus == ()
     path.write_text("[]")

@@ -120,6 +120,8 @@ async def test_a_wedged_tool_is_killed_with_all_that_it_started(tmp_path: Path) 
     assert found.reading.partial
     assert len(found.reading.gpus) == 2
     assert len([note for note in found.reading.notes if f"no answer within {SHORT_S:g} s" in note]) == 1
+    # It is not asked two more questions, each up to the limit.
+    assert not [note for note in found.reading.notes if "does not tell" in note]
     for pid in pids.read_text().split():
         await until(lambda pid=int(pid): gone(pid))  # type: ignore[misc]
 

@@ -254,5 +254,12 @@ async def test_a_program_that_does_not_answer_well_is_warned_of(body: str, tmp_p
     assert "it said" in checked.findings[0].message
 
 
+async def test_what_a_failing_program_left_out_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "help").write_text(COLUMNS)
+    (checked,) = await examine("llamacpp", program(tmp_path, f"cat {tmp_path}/help; exit 3"), ())
+    assert set(levels(list(checked.findings)).values()) == {"warning"}
+    assert "exit status 3" in checked.findings[0].message
+
+
 def test_pipe_sizes_are_those_of_buffers() -> None:
     assert {4096, 8192, 65536} <= PIPE_SIZES

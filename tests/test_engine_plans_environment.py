@@ -33,6 +33,12 @@ def test_roce_has_the_index_of_this_node_and_the_port_where_it_matters() -> None
     assert env["NCCL_IB_GID_INDEX"] == "4"
 
 
+def test_the_first_index_is_an_index_too() -> None:
+    fabric = Fabric("blue", "roce", (Rail("rocep1"),), gid_index=0)
+    made = plan(two_nodes(), site(inventory=attrs.evolve(INVENTORY, fabrics=(fabric,))))
+    assert made.main.env["NCCL_IB_GID_INDEX"] == "0"
+
+
 def test_without_a_fabric_no_adapter_is_used_at_all() -> None:
     env = env_of(fabric="")
     assert env["NCCL_IB_DISABLE"] == "1"

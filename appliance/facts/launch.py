@@ -93,7 +93,8 @@ class LaunchPlan:
     First `files` are written and `directories` made (mode 0700), then `awaits` is waited for (a worker: the leader's
     rendezvous), then the commands start in order. All but the last are sidecars: kept alive for the shard's life and
     torn down after it, last first. The last one's exit is the shard's. `ready` None: this rank serves nothing and is
-    judged by staying alive.
+    judged by staying alive. `secrets` must be taken out of whatever is shown of the processes' output: SGLang prints
+    its key among its settings.
     """
 
     engine: str
@@ -103,6 +104,7 @@ class LaunchPlan:
     directories: tuple[str, ...] = ()
     awaits: Listening | None = None
     ready: HttpReady | None = None
+    secrets: tuple[str, ...] = attrs.field(default=(), repr=False)
 
     @property
     def serves(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import attrs
+
 from appliance.facts.launch import LaunchPlan
 from appliance.facts.replica import Shard
 from appliance.rules.engines import llamacpp, sglang, sim, vllm
@@ -38,6 +40,7 @@ def plan(shard: Shard, site: Site) -> LaunchPlan:
     if reasons:
         raise CannotLaunch(reasons)
     try:
-        return engine.plan(shard, site, PortLease(site.ports))
+        made = engine.plan(shard, site, PortLease(site.ports))
     except NoPort as none_left:
         raise CannotLaunch([str(none_left)]) from none_left
+    return attrs.evolve(made, secrets=(shard.key,)) if shard.key else made

@@ -100,7 +100,7 @@ def plan(shard: Shard, site: Site, ports: PortLease) -> LaunchPlan:
     if shard.adapters:
         argv += _adapters(shard)
     files: tuple[PlanFile, ...] = ()
-    if shard.key:
+    if shard.key and shard.leads:
         # A file of YAML, which any JSON is; the suffix is checked by the engine, and so is that the flag and its value
         # are two words.
         file = PlanFile(f"{site.folder}/engine.yaml", json.dumps({"api-key": shard.key}) + "\n")
@@ -122,6 +122,9 @@ def _adapters(shard: Shard) -> list[str]:
     argv = ["--enable-lora", "--lora-paths", *paths]
     # One place in the batch is the base model's.
     argv += ["--max-loras-per-batch", str(min(len(paths) + 1, MAX_LORAS_PER_BATCH))]
+    if not shard.gpus and "--lora-backend" not in flag_values(shard.profile.args):
+        # The default one asks a GPU for its name, and the engine dies of there being none.
+        argv += ["--lora-backend", "torch_native"]
     rank = max(each.rank for each in shard.adapters)
     return [*argv, "--max-lora-rank", str(rank)] if rank else argv
 

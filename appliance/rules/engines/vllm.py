@@ -20,7 +20,8 @@ VLLM = Program(
 RAY = Program("ray", "ray", before=("start",), beside="vllm")
 
 INNER_PORTS = 16
-"""Ports for what its processes say to each other. It takes them from `VLLM_PORT` upwards, past those in use."""
+"""Ports for what its processes say to each other. It takes them from `VLLM_PORT` upwards, past those in use. What it
+does not ask that variable for (queues between nodes, Gloo) it lets the kernel choose, which is above 32767."""
 
 RAY_WORKER_PORTS = 100
 RAY_CPUS = 16
