@@ -18,7 +18,7 @@ from appliance.facts.errors import Refusal
 from tests.engines import sim_engine
 from tests.raw_client import Client, request
 from tests.serve_load import Load, LongStream
-from tests.serve_process import endpoint, processes
+from tests.serve_process import endpoint, processes, until
 
 SPEED = ("--decode-tokens-per-second", "20", "--max-num-seqs", "512")
 
@@ -44,7 +44,7 @@ async def under_load(port: int) -> AsyncIterator[Load]:
 
 
 async def test_a_takeover_loses_nothing(tmp_path: Path, sim: sim_engine.Process) -> None:
-    """Three in a row, with a stream that outlasts them all, and `drain_s` a hundred times."""
+    """Three in a row, with a stream that is finished where it began, however short `drain_s` is."""
     async with processes(tmp_path) as routers, trio.open_nursery() as nursery:
         routers.configure(endpoint("a", sim.url, models=None), drain_s=0.1)
         router = await routers.start()
@@ -57,11 +57,11 @@ async def test_a_takeover_loses_nothing(tmp_path: Path, sim: sim_engine.Process)
                 before, router = router, await routers.start("--takeover")
                 await router.logged(f'event="took over" pid={before.pid}')
                 assert (router.door, router.metrics) == (port, metrics)
+                await load.more(150)
                 if before is not first:
                     assert await before.ended() == 0
-                await load.more(150)
-            assert first.popen.poll() is None, "it still has the long stream"
-            assert stream.answer is None
+                elif stream.answer is None:
+                    assert first.popen.poll() is None, "it still has the long stream"
         assert await first.ended() == 0
         assert stream.complete
         assert routers.lock.read_text() == f"{router.pid}\n"
@@ -107,7 +107,7 @@ async def test_a_router_that_is_replaced_says_ready_until_its_end(tmp_path: Path
         assert (answer.status, answer.closes) == (200, True)
         old.signal(signal.SIGTERM)
         assert await old.ended() == 0
-        assert stream.error is not None, "it was cut"
+        await until(lambda: stream.error, "its last stream was cut")
         assert await new.stop() == 0
 
 
