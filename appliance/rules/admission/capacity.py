@@ -19,13 +19,21 @@ for ever, since a pool held below it cannot show more.
 
 First contents are not kept as a mark: the end of one answer and the first content of the next arrive in any order, so
 there can be one more of them than the batch holds, and remembering that would let 3 wait. Of an endpoint that is not
-scraped, ends are: when an answer is complete, it ran together with all others that are known to have started and have
-not ended. These are the ones whose content came and, since engines start requests in the order they came, those sent
-before it. Without this such an engine would never get more than 2 requests at a time of clients that do not stream.
+scraped, ends are, since clients that do not stream give no other proof. A complete answer proves two things:
+
+- at its end it ran together with all others that are known to have started and have not ended: those whose content
+  came and, since engines start requests in the order they came, those sent before it;
+- it cannot have been made faster than the fastest answer was (`_pace`, seconds per token), so it ran at the moment so
+  long before its end, and together with it did all that were sent before it and ended after that moment. This is what
+  tells a batch from a queue when answers come in the order of their requests: in a batch of 8 they are together, behind
+  one slot they are an answer's length apart. An engine that is slower the more it does proves less than it runs, which
+  errs to the safe side: with answers of equal length such an endpoint may stay below its batch until somebody says its
+  `capacity`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from appliance.facts.endpoint import Sample
@@ -40,12 +48,18 @@ KV_LIMIT = 0.8
 """Share of KV blocks in use that counts as the healthy limit."""
 UNPROVEN = 2
 """Requests beyond those proven running that an endpoint of unknown capacity takes."""
+OVERHANG = 2
+"""Requests behind a full batch that affinity may send there while another endpoint has room."""
 SILENCE_S = 10.0
 """How long an endpoint that went silent counts as full."""
 PINS = 3
 """Samples in a row that pin the high-water mark down as the capacity."""
 DOUBT_S = 30.0
 DOUBT_MOST_S = 3600.0
+CERTAIN = 0.8
+"""Share of the shortest possible time of an answer for which it is believed to have run: ends are read late, starts
+are not seen."""
+REMEMBERED_ENDS = 512
 
 
 def saturation(waiting: int, kv: float, running: int, capacity: int) -> float:
@@ -70,17 +84,22 @@ class Load:
     while their engine has not noticed): what a sample shows beyond the most we had in flight since the sample before.
     That maximum and not the present figure, because requests that end while a scrape is under way are still in it.
     `saturation` is the endpoint's own figure, `open` tells whether one more request may come as far as an unknown
-    capacity is concerned. Both are kept up to date by every change, because they are read far more often.
+    capacity is concerned, `crowded` whether a request with a place elsewhere should stay away, however much of it is
+    known there. All are kept up to date by every change, because they are read far more often.
     """
 
     __slots__ = (
         "_doubt_at",
         "_doubt_s",
+        "_ended",
+        "_pace",
         "_peak",
         "_pins",
         "_said",
+        "_sent",
         "_turned",
         "capacity",
+        "crowded",
         "elastic",
         "fixed",
         "foreign",
@@ -124,9 +143,13 @@ class Load:
         self._turned = False
         self._doubt_s = DOUBT_S
         self._doubt_at = 0.0
+        self._sent = 0
+        self._ended: deque[tuple[int, float]] = deque(maxlen=REMEMBERED_ENDS)  # place in the order of sending, time
+        self._pace = float("inf")
         self.capacity = capacity
         self.saturation = 0.0
         self.open = True
+        self.crowded = False
 
     @property
     def idle(self) -> bool:
@@ -158,19 +181,22 @@ class Load:
         self.leased -= 1
         self._weigh()
 
-    def send(self, ticket: Ticket) -> None:
-        self.inflight += 1
-        if self.inflight > self._peak:
-            self._peak = self.inflight
-        self.unproven[ticket] = None
+    def send(self, ticket: Ticket, now: float) -> None:
+        self._send(ticket, now)
         self._weigh()
 
-    def send_leased(self, ticket: Ticket) -> None:
+    def send_leased(self, ticket: Ticket, now: float) -> None:
         """Send a request whose lease is booked here: the sum stays, so nothing has to be weighed."""
         self.leased -= 1
+        self._send(ticket, now)
+
+    def _send(self, ticket: Ticket, now: float) -> None:
         self.inflight += 1
         if self.inflight > self._peak:
             self._peak = self.inflight
+        self._sent += 1
+        ticket.sent = self._sent
+        ticket.sent_at = now
         self.unproven[ticket] = None
 
     def prove(self, ticket: Ticket) -> None:
@@ -181,24 +207,40 @@ class Load:
             self.proven += 1
             self._weigh()
 
-    def end(self, ticket: Ticket, answered: bool) -> None:
-        """Take a request out. `answered`: the engine gave its whole answer."""
+    def end(self, ticket: Ticket, now: float, answered: bool, tokens: int = 0) -> None:
+        """Take a request out. `answered`: the engine gave its whole answer, of so many `tokens` (0: not known)."""
         self.inflight -= 1
-        started = self.proven
+        if answered and self.heard_at is None and not self.capacity and not self.elastic:
+            self._learn_of_end(ticket, now, tokens)
         if ticket.proven:
             ticket.proven = False
             self.proven -= 1
         else:
-            if answered and self.heard_at is None and not self.capacity:
-                started += 1 + next(i for i, earlier in enumerate(self.unproven) if earlier is ticket)
             del self.unproven[ticket]
-        if answered and self.heard_at is None and started > self.mark:
-            self.mark = started
         # Whoever ended either waited there or made way for one that did.
         if self.waiting:
             self.waiting -= 1
         self._turned = True
         self._weigh()
+
+    def _learn_of_end(self, ticket: Ticket, now: float, tokens: int) -> None:
+        """Raise the mark to what a complete answer proves (see above). The ticket is still counted among its kind."""
+        ran_at = now
+        if tokens:
+            self._pace = min(self._pace, (now - ticket.sent_at) / tokens)
+            ran_at -= CERTAIN * self._pace * tokens
+        together = 0
+        for sent, at in reversed(self._ended):
+            if at <= ran_at:
+                break
+            together += sent < ticket.sent
+        self._ended.append((ticket.sent, now))
+        started = self.proven
+        if not ticket.proven:
+            before = next(i for i, earlier in enumerate(self.unproven) if earlier is ticket)
+            started += 1 + before
+            together += 1 + before
+        self.mark = max(self.mark, started, together)
 
     # -- what the engine says ----------------------------------------------------------------------------------------
 
@@ -283,8 +325,9 @@ class Load:
     def _weigh(self) -> None:
         running = self.inflight + self.leased + self.foreign
         self.saturation = saturation(self.waiting, self.kv, running, self.capacity)
-        self.open = (
-            bool(self.capacity)
-            or self.elastic
-            or running < (self.mark if self.mark > self.proven else self.proven) + UNPROVEN
-        )
+        if self.capacity:
+            self.open = True
+            self.crowded = running >= self.capacity + OVERHANG
+        else:
+            self.open = self.elastic or running < max(self.mark, self.proven) + UNPROVEN
+            self.crowded = not self.open
