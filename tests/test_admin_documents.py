@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import pytest
 
 from appliance.admin import documents
@@ -21,6 +22,8 @@ from appliance.gateway.record import Record
 from appliance.gateway.service import Gateway
 from appliance.gateway.usage import Tally
 from appliance.nursery.sleeper import Sleeper
+from appliance.rules.admission.ticket import Ticket
+from appliance.rules.engines.metrics import Contract
 from appliance.rules.scheduling.pipeline import choose, not_ready
 from appliance.rules.scheduling.retry import next_step
 from appliance.wire.line import Poller
@@ -294,3 +297,34 @@ def test_the_status_counts_and_names_troubles(gateway: Gateway) -> None:
     assert document["endpoints"] == {"known": 4, "up": 3} and document["models"] == {"known": 2, "ready": 2}
     assert document["troubles"] == ["d: loading: it says that it is not ready yet; asked again every second"]
     assert document["needs_restart"] == ["server.listen"] and document["rss_bytes"] > 1 << 20
+
+
+def test_a_request_that_waits_says_why_and_behind_whom(gateway: Gateway) -> None:
+    gateway.configure(attrs.evolve(SETTINGS, endpoints=(Endpoint("a", "127.0.0.1", 1, models=("llama",), capacity=1),)))
+    now = time.monotonic()
+    entry = gateway.table.entries["llama"]
+
+    def asked(name: bytes) -> Ticket:
+        call = Call(name, b"POST", b"/v1/x", Route("chat"), {}, b"", Ask(), "llama", False, Caller(), now)
+        return gateway.gate.ask(entry, call, Sleeper(), now)
+
+    gateway.gate.dispatched(asked(b"one"), gateway.table.members["a"], now)
+    asked(b"two")
+    record = opened(gateway)
+    record.model = "llama"
+    record.tickets.append(asked(b"three"))
+    (place,) = shown(gateway, record)["places"]
+    assert place["state"] == "waiting" and place["blocker"] == "saturation"
+    assert place["told"] == "its pool was 100% full, and silver is let in up to 90%; 1 ahead of it"
+    (only,) = documents.models(gateway, now)
+    assert only["waiting"] == 2 and only["pools"][0]["saturation"] == 1.0
+    waiting = {band["name"]: band["waiting"] for band in documents.bands(gateway, now)}
+    assert waiting == {"platinum": 0, "gold": 0, "silver": 2, "bronze": 0}
+
+
+def test_a_broken_metric_contract_is_told(gateway: Gateway) -> None:
+    contract = gateway.contracts["c"] = Contract("vllm", "c")
+    contract.take("", time.monotonic())
+    found = {each["id"]: each for each in documents.endpoints(gateway, time.monotonic())}
+    assert found["c"]["violations"] == list(contract.violations) != []
+    assert found["a"]["violations"] == []

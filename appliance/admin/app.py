@@ -20,6 +20,7 @@ from quart import Response
 from quart import request as asked
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
+from werkzeug.routing import BaseConverter
 
 from ..gateway.relay import error_body
 from . import documents, memory, tasks
@@ -29,6 +30,13 @@ MOST_REQUESTS = 4000
 CALLER = "x-appliance-caller"
 
 log = structlog.get_logger("admin")
+
+
+class _AnyText(BaseConverter):
+    """A name or a request id: clients choose them, with slashes wherever they like."""
+
+    regex = ".+?"
+    part_isolating = False
 
 
 def server(running: Running) -> Callable[..., Awaitable[None]]:
@@ -49,7 +57,8 @@ def server(running: Running) -> Callable[..., Awaitable[None]]:
 def make(running: Running) -> QuartTrio:
     """The app, with its routes."""
     app = QuartTrio("appliance.admin", static_folder=None)
-    app.url_map.merge_slashes = False  # a request id may hold anything visible
+    app.url_map.merge_slashes = False
+    app.url_map.converters["any_text"] = _AnyText
     app.url_map.strict_slashes = False
     _reads(app, running)
     _actions(app, running)
@@ -73,12 +82,16 @@ def _reads(app: QuartTrio, running: Running) -> None:
     async def models() -> Response:
         return _json({"models": documents.models(gateway, time.monotonic())})
 
-    @app.get("/models/<path:name>")
+    @app.get("/models/<any_text:name>")
     async def model(name: str) -> Response:
         document = documents.model(gateway, name, time.monotonic())
         if document is None:
             return _refused(404, "model_not_found", gateway.table.unknown(name).message)
         return _json(document)
+
+    @app.get("/bands")
+    async def bands() -> Response:
+        return _json({"bands": documents.bands(gateway, time.monotonic())})
 
     @app.get("/requests")
     async def requests() -> Response:
@@ -87,7 +100,7 @@ def _reads(app: QuartTrio, running: Running) -> None:
             return _refused(400, "bad_limit", f"limit: expected 1 to {MOST_REQUESTS}")
         return _json({"requests": documents.requests(gateway, int(limit), time.monotonic())})
 
-    @app.get("/requests/<path:request_id>")
+    @app.get("/requests/<any_text:request_id>")
     async def request(request_id: str) -> Response:
         document = documents.request(gateway, request_id, time.monotonic())
         return _unknown_request(request_id) if document is None else _json(document)
@@ -98,7 +111,7 @@ def _reads(app: QuartTrio, running: Running) -> None:
 
 
 def _actions(app: QuartTrio, running: Running) -> None:
-    @app.post("/requests/<path:request_id>/cancel")
+    @app.post("/requests/<any_text:request_id>/cancel")
     async def cancel(request_id: str) -> Response:
         record = running.gateway.books.find(request_id)
         if record is None:
@@ -145,9 +158,8 @@ def _errors(app: QuartTrio) -> None:
     @app.errorhandler(HTTPException)
     async def refused(error: HTTPException) -> Response:
         status = error.code or 500
-        answer = _refused(
-            status, "not_found" if status == 404 else "bad_request", f"{asked.path}: {error.name.lower()}"
-        )
+        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
+        answer = _refused(status, code, f"{asked.path}: {error.name.lower()}")
         for name, value in error.get_headers():
             if name.lower() == "allow":
                 answer.headers["allow"] = value

@@ -18,15 +18,15 @@ from ..facts.choice import SCORERS, Attempt, Choice
 from ..gateway.record import Record
 from ..gateway.relay import Promises
 from ..gateway.service import Gateway
+from ..rules.admission.ticket import Ticket
 from ..rules.scheduling.filters import gate
 from ..rules.scheduling.member import Member
 from ..rules.scheduling.pipeline import not_ready
 from ..rules.scheduling.retry import Retry, Step
-from ..rules.scheduling.saturation import pool_saturation, saturation
 from ..rules.scheduling.table import Entry
 from .memory import resident
 from .running import Running
-from .telling import became, followed, happened, state, trouble
+from .telling import became, followed, happened, state, troubles, waited
 
 Document = dict[str, Any]
 WORDS_BYTES = 200
@@ -65,7 +65,8 @@ def status(running: Running, now: float) -> Document:
             "known": len(entries),
             "ready": sum(any(member.up for member in entry.members) for entry in entries),
         },
-        "troubles": [told for member in members if (told := trouble(member, now))],
+        "waiting": {band.name: band.waiting for band in gateway.gate.rules.bands(now)},
+        "troubles": [told for member in members for told in troubles(gateway, member, now)],
     }
 
 
@@ -78,11 +79,12 @@ def endpoints(gateway: Gateway, now: float) -> list[Document]:
     for name, entry in sorted(gateway.table.entries.items()):
         for member in entry.members:
             serving.setdefault(member.id, []).append(name)
-    return [_endpoint(member, serving.get(member.id, []), now) for member in gateway.table.members.values()]
+    return [_endpoint(gateway, member, serving.get(member.id, []), now) for member in gateway.table.members.values()]
 
 
-def _endpoint(member: Member, models: list[str], now: float) -> Document:
+def _endpoint(gateway: Gateway, member: Member, models: list[str], now: float) -> Document:
     endpoint, breaker, sample = member.endpoint, member.breaker, member.sample
+    load, contract = gateway.gate.rules.loads.get(member.id), gateway.contracts.get(member.id)
     word, why = state(member, now)
     return {
         "id": member.id,
@@ -98,9 +100,10 @@ def _endpoint(member: Member, models: list[str], now: float) -> Document:
         "waiting": member.waiting if sample is not None else None,
         "kv": member.kv,
         "capacity": member.capacity or None,
-        "batch": member.batch or None,
-        "saturation": saturation(member, now),
+        "capacity_learnt": member.learnt or None,
+        "saturation": load.saturation if load is not None else None,
         "penalty": member.penalised(now),
+        "violations": list(contract.violations) if contract is not None else [],
         "metrics_age_s": None if sample is None else max(0.0, now - sample.at),
         "breaker": {
             "state": breaker.state(now),
@@ -117,10 +120,12 @@ def _endpoint(member: Member, models: list[str], now: float) -> Document:
 
 def models(gateway: Gateway, now: float) -> list[Document]:
     """`/models`."""
-    return [_model(entry, now) for _, entry in sorted(gateway.table.entries.items())]
+    return [_model(gateway, entry, now) for _, entry in sorted(gateway.table.entries.items())]
 
 
-def _model(entry: Entry, now: float) -> Document:
+def _model(gateway: Gateway, entry: Entry, now: float) -> Document:
+    lane = gateway.gate.rules.lanes.get(entry.name)
+    fullness = {pool.name: pool.saturation for pool in lane.pools} if lane is not None else {}
     up = [member for member in entry.members if not gate(member, now)]
     return {
         "name": entry.name,
@@ -133,11 +138,12 @@ def _model(entry: Entry, now: float) -> Document:
         "endpoints": len(entry.members),
         "endpoints_up": len(up),
         "in_flight": sum(member.in_flight for member in entry.members),
+        "waiting": len(lane) if lane is not None else 0,
         "pools": [
             {
                 "name": pool.name,
                 "priority": pool.priority,
-                "saturation": pool_saturation((member for member in pool.members if member.up), now),
+                "saturation": fullness.get(pool.name),
                 "endpoints": list(pool.ids),
             }
             for pool in entry.pools
@@ -152,14 +158,33 @@ def model(gateway: Gateway, name: str, now: float) -> Document | None:
     if entry is None:
         return None
     return {
-        **_model(entry, now),
+        **_model(gateway, entry, now),
         "asked_for": name,
         "members": [
-            {**_endpoint(member, [entry.name], now), "known_as": entry.upstream_name(member)}
+            {**_endpoint(gateway, member, [entry.name], now), "known_as": entry.upstream_name(member)}
             for member in entry.members
         ],
-        "chain": [_model(other, now) for other in gateway.table.chain(entry)],
+        "chain": [_model(gateway, other, now) for other in gateway.table.chain(entry)],
     }
+
+
+# -- bands -----------------------------------------------------------------------------------------------------------
+
+
+def bands(gateway: Gateway, now: float) -> list[Document]:
+    """`/bands`, the highest first."""
+    return [
+        {
+            "name": band.name,
+            "ceiling": band.ceiling,
+            "capacity": band.capacity,
+            "ttl_s": band.ttl_s,
+            "waiting": band.waiting,
+            "oldest_s": band.oldest_s,
+            "models": band.models,
+        }
+        for band in gateway.gate.rules.bands(now)
+    ]
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -183,6 +208,7 @@ def request(gateway: Gateway, request_id: str, now: float) -> Document | None:
         "deadline_next": None
         if sleeper is None or sleeper.due == math.inf
         else {"name": sleeper.due_name, "in_s": sleeper.due - now},
+        "places": [_place(ticket, record.ended_at or now) for ticket in record.tickets],
         "rounds": _rounds(record, now),
         "dispatched_after_s": _after(record, record.dispatched_at),
     }
@@ -229,6 +255,22 @@ def _attempts(record: Record) -> int:
 
 def _after(record: Record, at: float) -> float | None:
     return at - record.arrived if at else None
+
+
+def _place(ticket: Ticket, now: float) -> Document:
+    """Its place in line for one model; the last four fields are as they were when it asked."""
+    explained = ticket.explain(now)
+    return {
+        "model": explained.model,
+        "state": explained.state,
+        "wait_s": explained.wait_s,
+        "pool": explained.pool,
+        "blocker": explained.blocker,
+        "ahead": explained.ahead,
+        "saturation": explained.saturation,
+        "ceiling": explained.ceiling,
+        "told": waited(explained),
+    }
 
 
 def _rounds(record: Record, now: float) -> list[Document]:

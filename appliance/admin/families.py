@@ -8,7 +8,7 @@ endpoint gave; what clients make up is counted as "unknown" where it is counted 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -19,8 +19,6 @@ from prometheus_client.utils import floatToGoString
 from .. import __version__
 from ..gateway.meters import Histogram, Meters, ModelMeters
 from ..gateway.service import Gateway
-from ..rules.scheduling.member import Member
-from ..rules.scheduling.saturation import pool_saturation
 
 BREAKER_STATES = {"closed": 0, "half-open": 1, "open": 2}
 
@@ -57,8 +55,9 @@ class Families(Collector):
         running.add_metric([], len(gateway.books.live))
         yield running
         yield from _of_models(gateway.meters)
+        yield from _of_bands(gateway, self._now())
         yield from _of_decisions(gateway.meters)
-        yield from _of_endpoints(gateway.table.members.values(), self._now())
+        yield from _of_endpoints(gateway, self._now())
         yield self._pools()
 
     def _pools(self) -> Metric:
@@ -67,14 +66,12 @@ class Families(Collector):
             "How full a pool is, as admission sees it: 1 is the healthy limit.",
             labels=["model", "pool"],
         )
-        now = self._now()
-        for name, entry in self._gateway.table.entries.items():
-            # one name may stand at two priorities; a series may stand only once
-            pools: dict[str, list[Member]] = {}
-            for pool in entry.pools:
-                pools.setdefault(pool.name, []).extend(member for member in pool.members if member.up)
-            for pool_name, members in pools.items():
-                family.add_metric([name, pool_name], pool_saturation(members, now))
+        fullest: dict[tuple[str, str], float] = {}
+        for model, pool, value in self._gateway.gate.rules.saturations():
+            # one name may stand at two priorities, and a series only once
+            fullest[model, pool] = max(value, fullest.get((model, pool), 0.0))
+        for names, value in fullest.items():
+            family.add_metric(names, value)
         return family
 
 
@@ -117,19 +114,36 @@ def _of_models(meters: Meters) -> Iterator[Metric]:
     yield tokens
 
 
+def _of_bands(gateway: Gateway, now: float) -> Iterator[Metric]:
+    depth = GaugeMetricFamily("appliance_queue_depth", "Requests that wait for a place.", labels=["band"])
+    for band in gateway.gate.rules.bands(now):
+        depth.add_metric([band.name], band.waiting)
+    yield depth
+    waits = HistogramMetricFamily(
+        "appliance_queue_wait_seconds", "Time in the queue of those that had to wait.", labels=["band"]
+    )
+    for name, histogram in gateway.meters.queue_wait.items():
+        waits.add_metric([name], _buckets(histogram), histogram.sum)
+    yield waits
+
+
 def _histograms(
     models: dict[str, ModelMeters], name: str, text: str, of: Callable[[ModelMeters], Histogram]
 ) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, text, labels=["model"])
     for model, meters in models.items():
-        histogram = of(meters)
-        buckets: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
-            total += count
-            buckets.append((floatToGoString(bound), total))
-        family.add_metric([model], buckets, histogram.sum)
+        family.add_metric([model], _buckets(of(meters)), of(meters).sum)
     return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Counts up to each bound, as the format wants them."""
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        total += count
+        buckets.append((floatToGoString(bound), total))
+    return buckets
 
 
 def _of_decisions(meters: Meters) -> Iterator[Metric]:
@@ -153,16 +167,25 @@ def _of_decisions(meters: Meters) -> Iterator[Metric]:
     yield hits
 
 
-def _of_endpoints(members: Iterable[Member], now: float) -> Iterator[Metric]:
+def _of_endpoints(gateway: Gateway, now: float) -> Iterator[Metric]:
     up = GaugeMetricFamily("appliance_endpoint_up", "1 when it may get requests.", labels=["endpoint"])
     inflight = GaugeMetricFamily(
         "appliance_endpoint_inflight", "Requests of this router running there.", labels=["endpoint"]
     )
     breaker = GaugeMetricFamily("appliance_endpoint_breaker", "0 closed, 1 half-open, 2 open.", labels=["endpoint"])
-    for member in members:
+    violations = GaugeMetricFamily(
+        "appliance_scrape_contract_violations",
+        "Metrics it should publish and does not, or not as agreed.",
+        labels=["endpoint"],
+    )
+    for member in gateway.table.members.values():
         up.add_metric([member.id], int(member.up))
         inflight.add_metric([member.id], member.in_flight)
         breaker.add_metric([member.id], BREAKER_STATES[member.breaker.state(now)])
+        contract = gateway.contracts.get(member.id)
+        if contract is not None:
+            violations.add_metric([member.id], len(contract.violations))
     yield up
     yield inflight
     yield breaker
+    yield violations

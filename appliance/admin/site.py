@@ -61,6 +61,8 @@ class AdminSite:
         self._nursery = nursery
         self._starting = trio.Lock()
         self._serving = False
+        self._answering = 0
+        self._quiet = trio.Event()
 
     # -- Site --------------------------------------------------------------------------------------------------------
 
@@ -73,19 +75,23 @@ class AdminSite:
         if self._handover is not None and head.path.startswith(b"/takeover"):
             await self._handover.answer(head, plan, reply)
             return
-        await self._start()
-        line = self._dial(reply.sleeper)
+        self._answering += 1
         try:
-            await self._exchange(line, plan, head, body, reply)
-        except UpstreamFailed as failed:
-            if not reply.started:
-                raise Refusal(502, "admin_failed", f"the management API broke off: {failed.detail}") from None
-            reply.give_up()
+            await self._start()
+            await self._relay(plan, head, body, reply)
         finally:
-            line.abort()
+            self._answering -= 1
+            if not self._answering:
+                self._quiet.set()
 
     def record(self, head: RequestHead | None, reply: Reply, peer: str, started: float) -> None:
         """Not written down: what is done is logged by the app, what is looked at is not."""
+
+    async def quiet(self) -> None:
+        """Wait until nothing is being answered."""
+        if self._answering:
+            self._quiet = trio.Event()
+            await self._quiet.wait()
 
     # -- the app -----------------------------------------------------------------------------------------------------
 
@@ -125,6 +131,17 @@ class AdminSite:
         except OSError as error:
             reason = error.strerror or str(error)
             raise Refusal(503, "admin_failed", f"the management API is not there: {reason}", retry_after_s=1) from None
+
+    async def _relay(self, peer: Peer, head: RequestHead, body: bytes, reply: Reply) -> None:
+        line = self._dial(reply.sleeper)
+        try:
+            await self._exchange(line, peer, head, body, reply)
+        except UpstreamFailed as failed:
+            if not reply.started:
+                raise Refusal(502, "admin_failed", f"the management API broke off: {failed.detail}") from None
+            reply.give_up()
+        finally:
+            line.abort()
 
     async def _exchange(self, line: Line, peer: Peer, head: RequestHead, body: bytes, reply: Reply) -> None:
         await line.send_all(_request(head, peer, body))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from ..facts import choice
 from ..facts.choice import Attempt
 from ..gateway.record import Record
+from ..gateway.service import Gateway
+from ..rules.admission.ticket import Explanation
 from ..rules.scheduling.filters import gate
 from ..rules.scheduling.member import Member
 from ..rules.scheduling.retry import LATE, GiveUp, PassOn, Retry, Step
@@ -41,9 +43,26 @@ def state(member: Member, now: float) -> tuple[str, str]:
             return "stopped", f"its breaker opened after {failures} failures in its last {known} requests; {when}"
 
 
-def trouble(member: Member, now: float) -> str:
+def troubles(gateway: Gateway, member: Member, now: float) -> list[str]:
+    """What an operator should know of an endpoint, a sentence each."""
     word, why = state(member, now)
-    return f"{member.id}: {word}: {why}" if why else ""
+    told = [f"{member.id}: {word}: {why}"] if why else []
+    contract = gateway.contracts.get(member.id)
+    return told + [f"{member.id}: {violation}" for violation in (contract.violations if contract else ())]
+
+
+def waited(place: Explanation) -> str:
+    """Why a request had to wait, "" for one that did not."""
+    match place.blocker:
+        case "saturation":
+            why = f"its pool was {place.saturation:.0%} full, and {place.band} is let in up to {place.ceiling:.0%}"
+        case "unproven":
+            why = "every endpoint held as many requests as one may whose capacity is not known yet"
+        case "loading":
+            why = "the model had to be started"
+        case _:
+            return ""
+    return f"{why}; {place.ahead or 'nobody'} ahead of it"
 
 
 def became(record: Record) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _LIMITS = Limits(head_s=15.0, keepalive_s=75.0, write_stall_s=30.0, max_body_bytes=1 << 20)
 _BUFFER_BYTES = 8 << 20
 GIVE_UP_S = 5.0
+LAST_WORDS_S = 1.0
 
 
 class Operations:
@@ -59,6 +60,14 @@ class Operations:
         for site in self._sites:
             site.draining = True
         self._given_up.set()
+
+    async def last_words(self) -> None:
+        """Let answers that are on their way leave, for a moment: whoever cancelled the last request that a stop waited
+        for would otherwise be told nothing."""
+        with trio.move_on_after(LAST_WORDS_S):
+            for site in self._sites:
+                if isinstance(site, AdminSite):
+                    await site.quiet()
 
     async def _administrate(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         router = self._router

@@ -183,6 +183,7 @@ class Router:
         async with trio.open_nursery() as front:
             await front.start(self.listeners.serve, self.sockets.door, self.stop, self._drain_s, name="door")
             self._announce()
+        await self.operations.last_words()
 
     # -- tasks ---------------------------------------------------------------------------------------------------------
 

@@ -78,9 +78,7 @@ def ask(*path: str, method: str = "GET", **query: str | int) -> Any:
     try:
         document = json.loads(body)
     except ValueError:
-        raise click.ClickException(
-            f"{connection.path} is no admin socket of appliance: its answer is not JSON"
-        ) from None
+        raise click.ClickException(f"{connection.path} is no admin socket of 'appliance serve'") from None
     if answer.status >= 400:
         raise Refused(answer.status, document)
     return document

@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("appliance.cli.ctl.doctor:doctor", "Look for what is wrong, and say what to do."),
     "endpoints": ("appliance.cli.ctl.endpoints:endpoints", "Engines: state, load, why one gets nothing."),
     "models": ("appliance.cli.ctl.models:models", "Names that clients may ask for, and who serves them."),
+    "bands": ("appliance.cli.ctl.bands:bands", "Who waits for a place, by priority."),
     "requests": ("appliance.cli.ctl.requests:requests", "Running and recent requests; cancel one."),
     "explain": ("appliance.cli.ctl.explain:explain", "Why a request went as it did; what a model would meet now."),
     "config": ("appliance.cli.ctl.config:config", "Check, show, write an example of, or reload the configuration."),

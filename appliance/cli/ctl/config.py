@@ -17,7 +17,7 @@ def config() -> None:
     """Check, show, write an example of, or reload the configuration."""
 
 
-@config.command()
+@config.command(short_help="Name every fault of a file.")
 @click.argument("file", required=False, type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def check(file: str | None, as_json: bool) -> int:
@@ -39,7 +39,7 @@ def check(file: str | None, as_json: bool) -> int:
     return 0
 
 
-@config.command("show")
+@config.command("show", short_help="Print effective values and where they came from.")
 @click.option("--config", "file", metavar="FILE", help="Configuration file (default: as for serve).")
 @click.option("--running", is_flag=True, help="Ask the running router instead of reading the file.")
 @reads
@@ -63,13 +63,13 @@ def show_(file: str | None, running: bool, as_json: bool) -> int:
     return 0
 
 
-@config.command("example")
+@config.command("example", short_help="Write a commented file with every key.")
 def example_() -> None:
     """Write a commented file with every key to standard output."""
     click.echo(example(), nl=False)
 
 
-@config.command()
+@config.command(short_help="Have the running router read its file again.")
 @admin_option()
 def reload() -> int:
     """Have the running router read its configuration again, as SIGHUP does. A bad file leaves the old one serving."""
@@ -93,7 +93,7 @@ def _summary(loaded: Loaded) -> str:
     holds = f"{counted(len(settings.endpoints), 'endpoint')}, {counted(len(settings.models), 'named model')}"
     if loaded.file is None:
         tried = " and ".join(places(os.environ).config_files)
-        return f"ok: no file ({tried} do not exist), so defaults and environment; {holds}"
+        return f"ok: no file (looked for {tried}), so defaults and environment; {holds}"
     return f"ok: {loaded.file}; {holds}"
 
 

@@ -56,7 +56,7 @@ def endpoints(as_json: bool) -> None:
             for entry in found
         ],
     )
-    troubles = [f"{entry['id']}: {entry['why']}" for entry in found if entry["why"]]
+    troubles = [f"{entry['id']}: {told}" for entry in found for told in (entry["why"], *entry["violations"]) if told]
     if troubles:
         console().print()
         print_lines([Text(trouble, style="yellow") for trouble in troubles])

@@ -14,7 +14,7 @@ def explain() -> None:
     """Why a request went as it did; what a request for a model would meet now."""
 
 
-@explain.command()
+@explain.command(short_help="Tell the story of one request.")
 @click.argument("request_id", metavar="ID")
 @reads
 def request(request_id: str, as_json: bool) -> None:
@@ -29,7 +29,7 @@ def request(request_id: str, as_json: bool) -> None:
         story.tell_request(document)
 
 
-@explain.command()
+@explain.command(short_help="Say what a request for a model would meet now.")
 @click.argument("name", metavar="NAME")
 @reads
 def model(name: str, as_json: bool) -> None:

@@ -13,6 +13,7 @@ COLUMNS = (
     Column("STATE"),
     Column("ENDPOINTS", right=True),
     Column("RUNNING", right=True),
+    Column("WAITING", right=True),
     Column("FULL", right=True),
     Column("ALIASES", long=True, spare=1),
     Column("FALLBACKS", long=True, spare=2),
@@ -24,7 +25,8 @@ COLUMNS = (
 def models(as_json: bool) -> None:
     """Names that clients may ask for, and who serves them.
 
-    ENDPOINTS are those that may get requests, of all. FULL is the fullest of its pools: 100% is the healthy limit.
+    ENDPOINTS are those that may get requests, of all. WAITING are requests that wait for a place. FULL is the fullest
+    of its pools: 100% is the healthy limit.
     """
     document = ask("models")
     if as_json:
@@ -42,7 +44,8 @@ def models(as_json: bool) -> None:
                 "ready" if entry["ready"] else "not ready",
                 f"{entry['endpoints_up']} of {entry['endpoints']}",
                 count(entry["in_flight"]),
-                share(max((pool["saturation"] for pool in entry["pools"]), default=None)),
+                count(entry["waiting"]),
+                share(max((pool["saturation"] or 0.0 for pool in entry["pools"]), default=None)),
                 ", ".join(entry["aliases"]),
                 ", ".join(entry["fallbacks"]),
             )

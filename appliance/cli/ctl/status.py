@@ -31,6 +31,7 @@ def status(as_json: bool) -> None:
             ("endpoints", f"{document['endpoints']['up']} of {document['endpoints']['known']} up"),
             ("models", f"{document['models']['ready']} of {document['models']['known']} ready"),
             ("requests", requests_line(document["requests"])),
+            ("waiting", waiting_line(document["waiting"])),
             ("clients", counted(document["connections"], "connection")),
         ]
     )
@@ -40,6 +41,10 @@ def status(as_json: bool) -> None:
     if troubles:
         console().print()
         print_lines([Text(trouble, style="yellow") for trouble in troubles])
+
+
+def waiting_line(bands: dict[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in bands.items() if number) or "none"
 
 
 def requests_line(figures: dict[str, Any]) -> str:

@@ -88,8 +88,13 @@ def _facts(document: Document) -> Iterator[tuple[str, str]]:
     yield "route", f"{document['route']}, {'streamed' if document['stream'] else 'not streamed'}"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(document["began_at"]))
     yield "when", f"{when}, {ago(document['began_at'])} ago"
-    wait = document["queue_wait_s"]
-    yield "band", f"{document['band']}, {f'waited {seconds(wait)} for its turn' if wait else 'no wait for its turn'}"
+    yield "band", document["band"]
+    waits = [place for place in document["places"] if place["told"]]
+    for place in waits:
+        whose = "" if place["model"] == document["model"] else f" for {place['model']}"
+        yield "waited", f"{seconds(place['wait_s'])}{whose}: {place['told']}"
+    if not waits:
+        yield "waited", "not at all"
 
 
 def _tell_round(number: int, one: Document, document: Document) -> None:
@@ -144,7 +149,7 @@ def _sentence(attempt: Document) -> str:
 
 
 def _aftermath(document: Document) -> Iterator[tuple[str, str]]:
-    first, took, tokens = document["first_token_s"], document["duration_s"], document["tokens"]
+    first, tokens = document["first_token_s"], document["tokens"]
     if document["stream"] and first is not None:
         yield "first token", f"after {seconds(first)}"
     if tokens is not None and (tokens["prompt"] or tokens["completion"]):
@@ -183,7 +188,8 @@ def tell_model(document: Document) -> None:
     print_pairs(_about(document))
     for pool in document["pools"]:
         out.print()
-        head = f"Pool {pool['name']}, priority {pool['priority']}, {share(pool['saturation'])} full"
+        full = "" if pool["saturation"] is None else f", {share(pool['saturation'])} full"
+        head = f"Pool {pool['name']}, priority {pool['priority']}{full}"
         out.print(Text(head, style="bold"))
         members = [member for member in document["members"] if member["id"] in pool["endpoints"]]
         print_table(

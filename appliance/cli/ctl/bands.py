@@ -1,0 +1,47 @@
+"""`appliance ctl bands`."""
+
+from __future__ import annotations
+
+import click
+
+from .asking import ask, reads
+from .screen import Column, count, print_json, print_table, seconds, share
+
+COLUMNS = (
+    Column("BAND"),
+    Column("WAITING", right=True),
+    Column("OF", right=True),
+    Column("OLDEST", right=True),
+    Column("LIMIT", right=True, spare=1),
+    Column("CEILING", right=True),
+    Column("WAITING FOR", long=True, spare=2),
+)
+
+
+@click.command()
+@reads
+def bands(as_json: bool) -> None:
+    """Who waits for a place, by priority, the highest band first.
+
+    OF is how many may wait, OLDEST the longest wait among them, LIMIT the longest allowed. CEILING: a band is let in
+    while its pool is less full than that.
+    """
+    document = ask("bands")
+    if as_json:
+        print_json(document)
+        return
+    print_table(
+        COLUMNS,
+        [
+            (
+                band["name"],
+                count(band["waiting"]),
+                count(band["capacity"]),
+                seconds(band["oldest_s"]) if band["waiting"] else "",
+                seconds(band["ttl_s"]),
+                share(band["ceiling"]),
+                ", ".join(f"{name} {number:,}" for name, number in sorted(band["models"].items())),
+            )
+            for band in document["bands"]
+        ],
+    )
