@@ -123,9 +123,7 @@ class Books:
         tally = record.tally
         if tally is None or not record.first_byte_at:
             return
-        if not tally.reported:
-            tally.estimate(body_bytes)
-            record.estimated = True
+        record.estimated = tally.estimate(body_bytes)
         meters.prompt_tokens += tally.prompt_tokens
         meters.completion_tokens += tally.completion_tokens
         meters.cached_tokens += tally.cached_tokens
