@@ -19,8 +19,9 @@ class Toy:
     """An engine of `slots` behind an `Admission`, in a time of its own.
 
     Each request takes a slot, gives its first content `first_s` after it started and its end after a length drawn
-    from `lasts_s`. It is scraped every `scrape_s` (0: never), which is the sooner the more impatient the router is.
-    `most_waiting` is the longest its own queue ever was.
+    from `lasts_s`, at a hundred tokens a second. It is scraped every `scrape_s` (0: never), which is the sooner the
+    more impatient the router is. What happens is seen up to `late_s` later by the router. `most_waiting` is the longest
+    its own queue ever was.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Toy:
         first_s: float = 0.05,
         lasts_s: tuple[float, float] = (0.5, 2.0),
         streams: bool = True,
+        late_s: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.slots = slots
@@ -40,11 +42,13 @@ class Toy:
         self.first_s = first_s
         self.lasts_s = lasts_s
         self.streams = streams
+        self.late_s = late_s
         self.rng = Random(seed)
         self.now = 0.0
         self.generation = 0
         self.scrape_s = scrape_s
         self.running: set[Ticket] = set()
+        self.tokens: dict[Ticket, int] = {}
         self.queue: deque[Ticket] = deque()
         self.events: list[tuple[float, int, str, Ticket | None]] = []
         self.ids = 0
@@ -74,14 +78,17 @@ class Toy:
             self.now, _, what, ticket = heapq.heappop(self.events)
             if ticket is None:
                 self._scrape()
-            elif ticket in self.running and ticket.state == "running":
-                if what == "content":
-                    self._wake(self.admission.began(ticket, self.now))
-                else:
-                    self.running.discard(ticket)
-                    self._start()  # the engine frees a slot before we read the end
-                    self.done += 1
-                    self._wake(self.admission.finished(ticket, self.now))
+            elif ticket.state == "running":
+                match what:
+                    case "content":
+                        self._wake(self.admission.began(ticket, self.now))
+                    case "end" if ticket in self.running:
+                        self.running.discard(ticket)
+                        self._start()  # the engine frees a slot before we read the end
+                        self._at(self.now + self.late_s * self.rng.random(), "read", ticket)
+                    case "read":
+                        self.done += 1
+                        self._wake(self.admission.finished(ticket, self.now, tokens=self.tokens.pop(ticket)))
         self.now = until
 
     def restart(self, slots: int) -> None:
@@ -114,7 +121,9 @@ class Toy:
             self.running.add(ticket)
             if self.streams:
                 self._at(self.now + self.first_s, "content", ticket)
-            self._at(self.now + self.first_s + self.rng.uniform(*self.lasts_s), "end", ticket)
+            lasts_s = self.rng.uniform(*self.lasts_s)
+            self.tokens[ticket] = round(lasts_s * 100)
+            self._at(self.now + self.first_s + lasts_s, "end", ticket)
         self.most_waiting = max(self.most_waiting, len(self.queue))
         self.most_running = max(self.most_running, len(self.running))
 
@@ -171,6 +180,21 @@ def test_a_burst_of_300_never_leaves_more_than_2_waiting_in_the_engine(how: str,
     assert {ticket.state for ticket in tickets} == {"ended"}
     load = toy.load
     assert (load.inflight, load.leased, load.proven, len(load.unproven), toy.admission.lines.count) == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("late_s", [0.0, 0.02])
+@pytest.mark.parametrize("lasts_s", [(1.0, 1.0), (0.9, 1.1), (0.2, 2.0)])
+@pytest.mark.parametrize("slots", [1, 2, 8, 24])
+def test_without_samples_and_streams_a_batch_is_told_from_a_queue(
+    slots: int, lasts_s: tuple[float, float], late_s: float, seed: int
+) -> None:
+    """Answers of equal length come in the order of their requests, from a batch as from a queue."""
+    toy = Toy(slots, scrape_s=0, streams=False, lasts_s=lasts_s, late_s=late_s, seed=seed)
+    toy.burst(1000)
+    toy.run(40.0)
+    assert toy.most_waiting <= 2
+    assert toy.most_running >= min(slots, 12)
 
 
 @pytest.mark.parametrize("scrape_s", [0.1, 0.0])
@@ -242,8 +266,8 @@ def test_one_sample_with_a_queue_is_not_taken_for_a_full_batch() -> None:
     for at in (1.0, 2.0, 4.0, 5.0):  # the queue is gone again at 3 and 6
         load.hear(Sample(at, running=3, waiting=1), pressed=True)
         ticket = Ticket("m", "silver")
-        load.send(ticket)
-        load.end(ticket, answered=True)
+        load.send(ticket, 0.0)
+        load.end(ticket, 0.0, answered=True)
         if at in (2.0, 5.0):
             load.hear(Sample(at + 1.0, running=3, waiting=0), pressed=True)
     assert load.capacity == 0
@@ -253,8 +277,8 @@ def three_pins(load: Load, running: int, at: float) -> None:
     for i in range(3):
         load.hear(Sample(at + i / 10, running=running, waiting=1), pressed=True)
         ticket = Ticket("m", "silver")
-        load.send(ticket)
-        load.end(ticket, answered=True)
+        load.send(ticket, 0.0)
+        load.end(ticket, 0.0, answered=True)
 
 
 def test_a_figure_learnt_too_small_is_doubted_while_somebody_waits_and_ever_less_often() -> None:
@@ -310,7 +334,7 @@ def test_what_others_run_there_counts() -> None:
     assert (load.foreign, load.saturation, load.idle) == (6, 6 / 8, True)
     mine = [Ticket("m", "silver") for _ in range(2)]
     for ticket in mine:
-        load.send(ticket)
+        load.send(ticket, 0.0)
     load.hear(Sample(1.0, running=8, waiting=3), pressed=False)
     assert (load.foreign, load.saturation) == (9, 11 / 8)
     load.fall_silent(2.0)
@@ -321,10 +345,10 @@ def test_what_ended_while_the_scrape_was_under_way_is_not_taken_for_somebody_els
     load = Load("e", capacity=8)
     mine = [Ticket("m", "silver") for _ in range(5)]
     for ticket in mine:
-        load.send(ticket)
+        load.send(ticket, 0.0)
     load.hear(Sample(0.0, running=5, waiting=0), pressed=False)
     for ticket in mine[:3]:
-        load.end(ticket, answered=True)
+        load.end(ticket, 0.0, answered=True)
     load.hear(Sample(1.0, running=5, waiting=0), pressed=False)
     assert load.foreign == 0
     load.hear(Sample(2.0, running=5, waiting=0), pressed=False)  # a second later they are somebody's
@@ -342,11 +366,11 @@ def test_an_engines_queue_shrinks_with_every_end_until_the_next_sample() -> None
     load = Load("e")
     tickets = [Ticket("m", "silver") for _ in range(3)]
     for ticket in tickets:
-        load.send(ticket)
+        load.send(ticket, 0.0)
     load.hear(Sample(0.0, running=1, waiting=2), pressed=True)
     assert load.saturation == pytest.approx(0.4)
     for ticket in tickets:
-        load.end(ticket, answered=True)
+        load.end(ticket, 0.0, answered=True)
     assert (load.waiting, load.saturation) == (0, 0.0)
 
 
@@ -373,16 +397,16 @@ def test_without_samples_an_answer_proves_all_that_was_started_before_its_end() 
     load = Load("e")
     first, second, third, fourth = (Ticket("m", "silver") for _ in range(4))
     for ticket in (first, second):
-        load.send(ticket)
+        load.send(ticket, 0.0)
     assert not load.open
-    load.end(second, answered=True)  # sent after the first, which has not ended: both were running
+    load.end(second, 0.0, answered=True)  # sent after the first, which has not ended: both were running
     assert (load.mark, load.open) == (2, True)
     for ticket in (third, fourth):
-        load.send(ticket)
-    load.end(fourth, answered=False)  # broke off: says nothing
-    load.end(first, answered=True)  # the oldest: says no more than that it ran
+        load.send(ticket, 0.0)
+    load.end(fourth, 0.0, answered=False)  # broke off: says nothing
+    load.end(first, 0.0, answered=True)  # the oldest: says no more than that it ran
     assert load.mark == 2
-    load.end(third, answered=True)
+    load.end(third, 0.0, answered=True)
     assert (load.mark, load.inflight, len(load.unproven)) == (2, 0, 0)
 
 
@@ -390,10 +414,10 @@ def test_without_samples_a_stream_counts_those_seen_running_beside_it() -> None:
     load = Load("e")
     tickets = [Ticket("m", "silver") for _ in range(4)]
     for ticket in tickets[:3]:
-        load.send(ticket)
+        load.send(ticket, 0.0)
         load.prove(ticket)
-    load.send(tickets[3])
-    load.end(tickets[0], answered=True)
+    load.send(tickets[3], 0.0)
+    load.end(tickets[0], 0.0, answered=True)
     assert load.mark == 3
 
 

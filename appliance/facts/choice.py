@@ -10,7 +10,7 @@ import msgspec
 SCORERS = ("queue", "kv", "inflight", "prefix", "session")
 """Names of the scorers in the order of `Choice.scores` and of the weights."""
 
-FILTERS = ("ready", "draining", "breaker", "fresh", "tried", "pinned", "pool", "unproven")
+FILTERS = ("ready", "draining", "breaker", "fresh", "tried", "pinned", "pool", "full")
 """Names of the filters as `Choice.drops` spells them."""
 
 
@@ -87,7 +87,7 @@ DROPPED = {
     "tried": "this request was tried there already",
     "pinned": "the request belongs to another endpoint",
     "pool": "it is in another pool",
-    "unproven": "its capacity is not known yet, and requests there have still to show that they run",
+    "full": "it holds as many requests as it may for now, and the place was given at another",
 }
 """What each filter says of an endpoint it drops."""
 

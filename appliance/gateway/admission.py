@@ -14,16 +14,16 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+import attrs
 import trio
 
 from ..facts.bands import AdmissionSettings
 from ..facts.call import Call
-from ..facts.endpoint import Sample
+from ..facts.endpoint import Endpoint, Sample
 from ..nursery.sleeper import SWEEP_S, Sleeper
 from ..rules.admission.estimates import Typical, estimate, spent
 from ..rules.admission.queue import Admission
 from ..rules.admission.ticket import Ticket
-from ..rules.engines.metrics import scraped
 from ..rules.scheduling.filters import gate
 from ..rules.scheduling.member import Member
 from ..rules.scheduling.table import Entry, Table
@@ -45,8 +45,10 @@ class Gate:
     def ask(self, entry: Entry, call: Call, sleeper: Sleeper, now: float) -> Ticket:
         """Ask for a place; what came of it stands in the ticket. The caller must give it back with `end`, whatever
         happens."""
-        caller = call.caller
-        ticket = Ticket(entry.name, caller.band, caller.tenant, 1, sleeper)
+        caller, band = call.caller, call.caller.band
+        if band not in self.rules.lines.ranks:
+            band = self.rules.settings.default_band  # a reload took its band away on its way to a fallback
+        ticket = Ticket(entry.name, band, caller.tenant, 1, sleeper)
         displaced = self.rules.ask(ticket, now)
         if ticket.state == "waiting":
             ask, typical = call.ask, self._typical.setdefault(entry.name, Typical())
@@ -59,6 +61,7 @@ class Gate:
         """Sleep until the ticket is granted or refused. Raises the reason of a cut."""
         while ticket.state == "waiting":
             await sleeper.sleep()
+        sleeper.check()  # cut in the step that woke it: do not begin for a client that has left
 
     def dispatched(self, ticket: Ticket, member: Member, now: float) -> None:
         """The request goes to `member`. Called in the step that chose it, before anything is awaited."""
@@ -75,24 +78,21 @@ class Gate:
     def end(self, ticket: Ticket, call: Call, answered: bool, tally: Tally | None, now: float) -> None:
         """Give the ticket back. `answered`: the engine gave its whole answer, and `tally` counted it."""
         work: int | None = None
-        if answered and tally is not None and tally.reported and ticket.rotation is not None:
-            # Only those that waited are charged, so only they teach what requests of this model cost.
-            typical = self._typical.setdefault(ticket.model, Typical())
-            typical.learn(
-                prompt_bytes(call.ask), tally.prompt_tokens, tally.completion_tokens // answer_count(call.ask)
-            )
-            work = spent(tally.prompt_tokens, tally.cached_tokens, tally.completion_tokens)
-        woken = self.rules.finished(ticket, now, answered, work)
+        tokens = 0
+        if answered and tally is not None and tally.reported:
+            tokens = tally.completion_tokens // answer_count(call.ask)
+            if ticket.rotation is not None:
+                # Only those that waited are charged, so only they teach what requests of this model cost.
+                typical = self._typical.setdefault(ticket.model, Typical())
+                typical.learn(prompt_bytes(call.ask), tally.prompt_tokens, tokens)
+                work = spent(tally.prompt_tokens, tally.cached_tokens, tally.completion_tokens)
+        woken = self.rules.finished(ticket, now, answered, work, tokens)
         if woken:
             _wake(woken)
 
-    def closed(self, entry: Entry, ticket: Ticket) -> tuple[str, ...]:
-        """Endpoints of unknown capacity that hold as many unproven requests as they may; none where the one that the
-        ticket is booked at has a known one, which is when its siblings do as well."""
-        if ticket.load is None or ticket.load.capacity:
-            return ()
-        loads = self.rules.loads
-        return tuple([member.id for member in entry.members if member.id in loads and not loads[member.id].open])
+    def crowded(self, ticket: Ticket) -> tuple[str, ...]:
+        """Endpoints that the choice should pass over for this ticket."""
+        return self.rules.crowded(ticket)
 
     # -- what is heard -----------------------------------------------------------------------------------------------
 
@@ -102,9 +102,6 @@ class Gate:
         load = self.rules.loads.get(member.id)
         if load is not None:
             member.learn_capacity(load.capacity if load.learnt else 0)
-
-    def silent(self, member: Member) -> None:
-        _wake(self.rules.silent(member.id, time.monotonic()))
 
     def told_capacity(self, member: Member, slots: int) -> None:
         _wake(self.rules.told(member.id, slots, time.monotonic()))
@@ -117,38 +114,53 @@ class Gate:
             _wake(self.rules.configure(settings, time.monotonic()))
 
     def publish(self) -> None:
-        """Tell the rules which endpoints may be sent requests now: after every change of names, settings or health."""
+        """Tell the rules which endpoints may be sent requests now: after every change of names and settings."""
         now = time.monotonic()
         self._open = self._shape(now)
-        models = {
-            name: [member.endpoint for member in entry.members if not gate(member, now)]
-            for name, entry in self._table.entries.items()
-        }
-        # An endpoint that is never scraped and whose capacity nobody set is believed to take what comes, like a provider:
-        # non-streaming answers that come in the order of their requests prove nothing about its batch, and holding it to
-        # the 2 requests of the cold rule for ever would be worse than not holding it at all.
-        elastic = [
-            member.id
-            for member in self._table.members.values()
-            if not scraped(member.endpoint.engine) and not member.endpoint.capacity
-        ]
-        served = {name: endpoints for name, endpoints in models.items() if endpoints}
-        _wake(self.rules.table(served, now, elastic=elastic))
+        served = {}
+        for name, entry in self._table.entries.items():
+            endpoints = [_as_it_is(member) for member in entry.members if not gate(member, now)]
+            if endpoints:
+                served[name] = endpoints
+        _wake(self.rules.table(served, now))
         for name in self._typical.keys() - self._table.entries.keys():
             del self._typical[name]
 
+    def health_changed(self, now: float) -> None:
+        """Something happened that may open or shut an endpoint's gate. Cheap when it did not."""
+        if self._shape(now) != self._open:
+            self.publish()
+
     async def run(self) -> NoReturn:
-        """Enforce the time limits, and let endpoints back in whose breaker is due for a probe."""
+        """Enforce the time limits, notice silence, and let endpoints back in whose breaker is due for a probe."""
         while True:
             await trio.sleep(SWEEP_S)
-            now = time.monotonic()
-            if self.rules.next_deadline() <= now:
-                _wake(self.rules.expire(now))
-            if self._shape(now) != self._open:
-                self.publish()
+            self.sweep(time.monotonic())
 
-    def _shape(self, now: float) -> tuple[str, ...]:
-        return tuple([member.id for member in self._table.members.values() if member.up or not gate(member, now)])
+    def sweep(self, now: float) -> None:
+        """One look at the clock."""
+        for member in self._table.members.values():
+            # The choice's own measure, so that both count the same endpoints as full: what the choice avoids and
+            # admission counts as room would overfill the others.
+            if member.fresh_until <= now:
+                woken = self.rules.silent(member.id, now)
+                if woken:
+                    _wake(woken)
+        if self.rules.next_deadline() <= now:
+            _wake(self.rules.expire(now))
+        self.health_changed(now)
+
+    def _shape(self, now: float) -> tuple[tuple[str, bool], ...]:
+        """Who may be sent requests, and who of them only a probe."""
+        return tuple(
+            [(member.id, member.up) for member in self._table.members.values() if member.up or not gate(member, now)]
+        )
+
+
+def _as_it_is(member: Member) -> Endpoint:
+    """The endpoint with the room that it has: one whose breaker is half-open takes a single request, whatever its
+    batch. Counting all of its slots would let in a burst of which all but the probe go to its neighbours."""
+    return member.endpoint if member.up else attrs.evolve(member.endpoint, capacity=1)
 
 
 def _wake(tickets: Sequence[Ticket]) -> None:

@@ -47,7 +47,6 @@ async def scrape(gateway: Gateway, member: Member, sleeper: Sleeper, contract: C
                 gateway.upstreams[member.id], sleeper, b"/metrics", within_s=WITHIN_S, bound=MOST_BYTES
             )
         except (UpstreamFailed, Cut):
-            gateway.silent(member)
             if not silent:
                 silent = True
                 log.info("endpoint does not answer its metrics page", endpoint=member.id)

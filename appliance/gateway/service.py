@@ -112,16 +112,12 @@ class Gateway:
         """Whether the endpoint answers its probes; "" is good news."""
         if word != member.failing:
             member.set_failing(word)
-            self.gate.publish()
+            self.gate.health_changed(time.monotonic())
 
     def sampled(self, member: Member, sample: Sample, every_s: float) -> None:
         """Its metrics were read."""
         member.hear(sample, every_s)
         self.gate.sampled(member, sample)
-
-    def silent(self, member: Member) -> None:
-        """Its metrics could not be read."""
-        self.gate.silent(member)
 
     def told_capacity(self, member: Member, slots: int) -> None:
         """The engine's own word on how many requests it runs at once."""
@@ -210,14 +206,14 @@ class Gateway:
                 await self._wait(ticket, reply, record)
             if ticket.refusal is not None:
                 refused = ticket.refusal
-                return not_ready(entry, now) if refused.code == "model_not_ready" else refused
+                return not_ready(entry, time.monotonic()) if refused.code == "model_not_ready" else refused
             return await self._with_retries(entry, call, reply, record, only, before, ticket)
         finally:
             self.gate.end(ticket, call, record.outcome == "ok", record.tally, time.monotonic())
 
     async def _wait(self, ticket: Ticket, reply: Reply, record: Record) -> None:
         """Raises ClientLeft, or the Refusal of an operator's cancellation."""
-        reply.sleeper.disarm()  # the queue has time limits of its own
+        reply.sleeper.forget_deadline()  # the queue has time limits of its own
         try:
             await self.gate.wait(ticket, reply.sleeper)
         except Cancelled as cancelled:
@@ -245,11 +241,12 @@ class Gateway:
         ended: ErrorAnswer | Refusal | None = None
         member: Member | None = None
         now = time.monotonic() if record.attempts or (ticket is not None and ticket.number) else call.arrived
-        granted, closed = ("", ()) if ticket is None else (ticket.pool, self.gate.closed(entry, ticket))
+        granted = "" if ticket is None else ticket.pool
         while True:
             fresh = member is not None
             if member is None:
-                member, choice = choose(entry, self.policy, now, self.rng, text, session, tried, only, granted, closed)
+                crowded = () if ticket is None else self.gate.crowded(ticket)
+                member, choice = choose(entry, self.policy, now, self.rng, text, session, tried, only, granted, crowded)
                 record.choices.append(choice)
                 if choice.drops or text:
                     self._count(choice)
@@ -306,6 +303,8 @@ class Gateway:
         lease = member.begin(now)
         if ticket is not None:
             self.gate.dispatched(ticket, member, now)
+        if not member.up:
+            self.gate.health_changed(now)  # this is the probe of its breaker, and the only one
         if not record.dispatched_at:
             record.dispatched_at = now
         record.endpoint = member.id
@@ -314,7 +313,9 @@ class Gateway:
 
         def answered(at: float) -> None:
             record.first_byte_at = at
-            lease.answered(at)
+            if lease.probe:
+                lease.answered(at)
+                self.gate.health_changed(at)  # it is back
             # An answer that comes in one piece proves nothing by its beginning; its end does
             # (`rules/admission/capacity`).
             if ticket is not None and attempt.stream is not None:
@@ -373,8 +374,10 @@ class Gateway:
                 self._note(record, end)
             if attempt.tally.answer_id:  # a stored response is found again where it was made
                 self.table.responses.put(attempt.tally.answer_id, member.id)
-            if lease.finish(outcome, time.monotonic(), self.rng):
-                self.gate.publish()  # its breaker opened: nobody is to wait for it
+            was_up, now = member.up, time.monotonic()
+            lease.finish(outcome, now, self.rng)
+            if not (was_up and member.up):
+                self.gate.health_changed(now)  # its breaker opened: nobody is to wait for it; or it is back
         if end is not None and reply.started:
             step = next_step([end], passed_on=True, another=False)
             assert isinstance(step, GiveUp)

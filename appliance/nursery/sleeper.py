@@ -100,6 +100,12 @@ class Sleeper:
         self.due = math.inf
         self._cut = None
 
+    def forget_deadline(self) -> None:
+        """Forget the deadline, also one that has struck and was not raised yet. Every other cut stands."""
+        self.due = math.inf
+        if isinstance(self._cut, DeadlinePassed):
+            self._cut = None
+
     def _abandoned(self, _: object) -> trio.lowlevel.Abort:
         self._task = None
         return trio.lowlevel.Abort.SUCCEEDED

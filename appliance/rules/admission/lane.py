@@ -15,14 +15,15 @@ class Lane:
     `top` is the rank of the highest band that has waiters, the number of bands when none has: whoever ranks above it
     may look for a place at once, everybody else would overtake somebody. `wakes`: the model is scaled to zero, so
     requests wait although no endpoint is there. `turn` is the number of the last grant, for models that share an
-    endpoint.
+    endpoint. `several`: more than one endpoint serves the model.
     """
 
-    __slots__ = ("model", "pace", "pools", "rotations", "top", "turn", "wakes")
+    __slots__ = ("model", "pace", "pools", "rotations", "several", "top", "turn", "wakes")
 
     def __init__(self, model: str, bands: int, by_work: bool) -> None:
         self.model = model
         self.pools: tuple[Pool, ...] = ()
+        self.several = False
         self.wakes = False
         self.turn = 0
         self.pace = Pace()
@@ -39,9 +40,11 @@ class Lane:
 
     def supply(self, pools: tuple[Pool, ...], wakes: bool) -> None:
         """Take the pools that serve the model now, and tell their endpoints so."""
+        loads = {load.id: load for pool in pools for load in pool.loads}
         self.pools = pools
+        self.several = len(loads) > 1
         self.wakes = wakes
-        for load in {load.id: load for pool in pools for load in pool.loads}.values():
+        for load in loads.values():
             load.lanes = (*load.lanes, self)
 
     def place(self, ceiling: float) -> tuple[Pool, Load] | None:

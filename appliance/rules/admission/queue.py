@@ -94,13 +94,13 @@ class Admission:
             ticket.state = "running"
             self.leased.discard(ticket)
             if old is load:
-                load.send_leased(ticket)
+                load.send_leased(ticket, now)
                 return NOBODY
             old.unlease()
         else:
-            old.end(ticket, answered=False)
+            old.end(ticket, now, answered=False)
         ticket.load = load
-        load.send(ticket)
+        load.send(ticket, now)
         return self._freed(old, now)
 
     def began(self, ticket: Ticket, now: float) -> Sequence[Ticket]:
@@ -111,8 +111,11 @@ class Admission:
         load.prove(ticket)
         return NOBODY if load.capacity else self._fill(load.lanes, now)
 
-    def finished(self, ticket: Ticket, now: float, answered: bool = True, work: int | None = None) -> Sequence[Ticket]:
-        """The request is over. `answered`: the engine gave its whole answer; `work`: what it really cost, if known.
+    def finished(
+        self, ticket: Ticket, now: float, answered: bool = True, work: int | None = None, tokens: int = 0
+    ) -> Sequence[Ticket]:
+        """The request is over. `answered`: the engine gave its whole answer, of so many `tokens` (0: not known);
+        `work`: what it really cost, if known.
 
         Every ticket that asked is given back by this or by `leave`; whichever comes first counts, the rest do nothing.
         """
@@ -121,7 +124,7 @@ class Admission:
             return self.leave(ticket, now)
         ticket.state = "ended"
         ticket.load = None
-        load.end(ticket, answered)
+        load.end(ticket, now, answered, tokens)
         if work is not None and ticket.rotation is not None:
             ticket.rotation.settle(ticket, work)
         return self._freed(load, now)
@@ -261,6 +264,16 @@ class Admission:
         load = self.loads.get(endpoint)
         return load is not None and any(lane.top < len(self.lines) for lane in load.lanes)
 
+    def crowded(self, ticket: Ticket) -> tuple[str, ...]:
+        """Endpoints that the choice should pass over for this ticket, which has its place at another: those that have
+        no room by themselves, though their pool has. Affinity would else heap up requests behind one full batch while
+        others have free slots."""
+        lane = self.lanes.get(ticket.model)
+        if lane is None or not lane.several or not self.settings.enabled:
+            return ()
+        place = ticket.load
+        return tuple([load.id for pool in lane.pools for load in pool.loads if load.crowded and load is not place])
+
     def depth(self, band: str) -> int:
         """Requests of a band that wait, over all models."""
         return len(self.lines[self.lines.ranks[band]])
@@ -270,7 +283,7 @@ class Admission:
         return self.lines.figures(now)
 
     def saturations(self) -> list[tuple[str, str, float]]:
-        """(model, pool, saturation), leases included."""
+        """(model, pool, saturation), leases included; a pool of which no endpoint may be sent requests has none."""
         return [(lane.model, pool.name, pool.saturation) for lane in self.lanes.values() for pool in lane.pools]
 
     # -- steps of the above ------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ class Ticket:
     refusal: Refusal | None = None
     rotation: Rotation | None = None  # where its turn was charged; None for one that did not wait
     saturation = 0.0
+    sent = 0  # its place in the order of those sent to its endpoint, and when that was
+    sent_at = 0.0
     share = 0.0  # its tenant's account after that charge
     state: State = "new"
 

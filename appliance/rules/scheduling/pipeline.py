@@ -77,8 +77,8 @@ def choose(
     names the client's session. Both are remembered for the picked member. `tried` are ids that this request has been
     at; `only` is the id of the one endpoint that can serve it (it made the response that is continued), or "".
     `granted` names the pool that admission let the request in for, "" when it did not say: that pool is taken while it
-    has a candidate. `closed` are ids of unknown capacity that hold as many unproven requests as they may; they are
-    passed over while another candidate is left.
+    has a candidate. `closed` are ids that hold as many requests as admission wants there; they are passed over
+    while another candidate is left.
     """
     pools = entry.pools
     pool: Pool | None
@@ -209,7 +209,7 @@ def _without(
     left = [member for member in members if member.id not in closed] if closed else members
     if not left or len(left) == len(members):
         return members, drops
-    return left, (*drops, *((member.id, "unproven") for member in members if member.id in closed))
+    return left, (*drops, *((member.id, "full") for member in members if member.id in closed))
 
 
 def _take_pool(

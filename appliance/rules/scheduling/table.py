@@ -233,6 +233,8 @@ class Table:
             entry.aliases = model.aliases
             entry.fallbacks = model.fallbacks
             entry.context_tokens = model.context_tokens
+        for name in self.entries.keys() - entries.keys():
+            self.entries[name].place(())  # requests for it may still hold the entry: nobody serves it any more
         self.entries = entries
         self._names = {**entries, **{alias: entries[name] for alias, name in canonical.items()}}
 
