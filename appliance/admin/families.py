@@ -165,6 +165,9 @@ def _of_decisions(meters: Meters) -> Iterator[Metric]:
     for result, count in meters.prefix.items():
         hits.add_metric([result], count)
     yield hits
+    yield CounterMetricFamily(
+        "appliance_trace_dropped", "Spans that the collector did not get.", value=meters.trace_dropped
+    )
 
 
 def _of_endpoints(gateway: Gateway, now: float) -> Iterator[Metric]:

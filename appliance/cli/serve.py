@@ -6,6 +6,7 @@ ground
 |- signals               first SIGTERM or SIGINT: staged stop; second: now; SIGHUP: reload
 |- watches               one task per endpoint
 |- metrics, admin        beside the road
+|- spans                 only with a collector; at a stop it delivers what is left
 '- door                  accept loops end first, connections get `drain_s`; its end is the end of all
 """
 
@@ -17,7 +18,7 @@ import signal
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 import structlog
@@ -43,6 +44,9 @@ from .operations import Operations
 from .startfailed import StartFailed
 from .supervisor import Passed, Supervisor, passed_sockets
 from .takeover import Taken
+
+if TYPE_CHECKING:
+    from ..gateway.otlp import Exporter
 
 HEAR_S = 6.0
 """How long a router whose clients wait already lets endpoints say which models they serve before it accepts: a little
@@ -126,6 +130,7 @@ class Router:
         self.stop = trio.Event()
         self._stopping = False
         self._listening: tuple[Address, ...] = ()
+        self.exporter = self._exporter()
         self._configure(settings, _context(settings))
 
     async def run(self) -> None:
@@ -178,11 +183,15 @@ class Router:
 
     async def _serve(self, ground: trio.Nursery) -> None:
         await self.operations.start(ground)
+        if self.exporter is not None:
+            ground.start_soon(self.exporter.run, name="spans")
         if self._supervisor.watchdog_s:
             ground.start_soon(self._supervisor.watch, name="watchdog")
         async with trio.open_nursery() as front:
             await front.start(self.listeners.serve, self.sockets.door, self.stop, self._drain_s, name="door")
             self._announce()
+        if self.exporter is not None:
+            await self.exporter.finish()
         await self.operations.last_words()
 
     # -- tasks ---------------------------------------------------------------------------------------------------------
@@ -285,6 +294,20 @@ class Router:
         self.listeners.context = context
         self.buffers.limit_bytes = server.max_buffered_bytes
         logs.set_up(settings.logging.level, settings.logging.format)
+
+    def _exporter(self) -> Exporter | None:
+        """Who delivers spans; None, and nothing of it imported, where no collector is set."""
+        if not self.settings.tracing.endpoint:
+            return None
+        from ..gateway.otlp import Exporter
+
+        headers = os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
+        try:
+            exporter = Exporter(self.settings.tracing, headers, self.gateway.meters, self.poller, self.sleepers)
+        except ValueError as error:
+            raise StartFailed(f"OTEL_EXPORTER_OTLP_HEADERS: {error}") from None
+        self.gateway.tracer = exporter.tracer
+        return exporter
 
     def _drain_s(self) -> float:
         return self.settings.server.drain_s if self._stopping else math.inf

@@ -65,6 +65,7 @@ class Meters:
         self.rejections: dict[tuple[str, str], int] = {}
         self.filter_drops: dict[str, int] = {}
         self.prefix: dict[str, int] = {}
+        self.trace_dropped = 0
         self.queue_wait: dict[str, Histogram] = {}
 
     def model(self, name: str) -> ModelMeters:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 from ..facts.call import Call
 from ..facts.choice import Attempt, Choice
@@ -19,6 +20,9 @@ from .meters import Meters
 from .relay import Promises
 from .reply import Cancelled
 from .usage import Tally
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 KEPT_RECORDS = 4000
 CLIENT_LEFT = 499
@@ -46,6 +50,7 @@ class Record:
     promises: Promises | None = None
     reason = ""
     tally: Tally | None = None
+    trace: Trace | None = None
 
     def __init__(self, call: Call, sleeper: Sleeper) -> None:
         caller = call.caller

@@ -38,6 +38,7 @@ TAIL_BYTES = 16384
 """Of an answer too large to hold, the last part that is kept to find its usage in."""
 
 _TO_ENGINES = (b"content-type", b"accept", b"traceparent", b"tracestate", b"user-agent")
+_TO_ENGINES_TRACED = (b"content-type", b"accept", b"user-agent")
 
 
 @attrs.frozen
@@ -56,11 +57,13 @@ class Promises:
 
 
 class Attempt:
-    """One try at one endpoint. `tally` counts the answer, `passed_on` tells that the client has got a part of it."""
+    """One try at one endpoint. `tally` counts the answer, `passed_on` tells that the client has got a part of it.
+    `trace` are header lines that take the place of the client's trace context, b"" where nothing is traced."""
 
     passed_on = False
     sent = False
     stream: Stream | None = None
+    trace = b""
 
     def __init__(
         self,
@@ -255,7 +258,8 @@ class Attempt:
         call = self._call
         get = call.headers.get
         fields = b"x-request-id: %b\r\n" % call.request_id
-        for name in _TO_ENGINES:
+        fields += self.trace
+        for name in _TO_ENGINES_TRACED if self.trace else _TO_ENGINES:
             value = get(name)
             if value is not None:
                 fields += b"%b: %b\r\n" % (name, value)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import ssl
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..facts.call import Call
 from ..facts.choice import ANSWER, CLIENT_LEFT, DEADLINE, ERROR_EVENT, Attempt, Choice, Outcome
@@ -41,6 +41,9 @@ from .reply import Cancelled, ClientLeft, EndpointLost, Left, Reply
 from .stream import FirstEventIsError
 from .upstream import Upstream, UpstreamFailed
 
+if TYPE_CHECKING:
+    from .trace import Tracer
+
 
 class Gateway:
     """Everything between the door and the engines. `configure` may be called again at any time; `close` ends it."""
@@ -51,6 +54,7 @@ class Gateway:
         self.table = Table(settings.scheduling.prefix)
         self.meters = Meters()
         self.books = Books(self.meters)
+        self.tracer: Tracer | None = None
         self.upstreams: dict[str, Upstream] = {}
         self.listed: dict[str, dict[str, dict[str, Any]]] = {}
         """By endpoint id, then by name: the entries of the endpoint's own list of models."""
@@ -152,6 +156,8 @@ class Gateway:
         """
         record = Record(call, reply.sleeper)
         self.books.open(record)
+        if self.tracer is not None:
+            record.trace = self.tracer.begin(call)
         if self.promises.sse_ping_before_first_token and call.stream:
             ping_while_silent(reply, self.promises.sse_ping_s, time.monotonic())
         try:
@@ -175,6 +181,8 @@ class Gateway:
                 record.outcome, record.code = "cancelled", 503
             reply.sleeper.on_sweep = None
             self.books.settle(record, len(call.body))
+            if self.tracer is not None:
+                self.tracer.finish(record)
 
     async def _fall_back(
         self, entry: Entry, ended: ErrorAnswer | Refusal, call: Call, reply: Reply, record: Record, only: str
@@ -323,6 +331,8 @@ class Gateway:
 
         attempt = Try(call, body, self.upstreams[member.id], reply, self.promises, record.dispatched_at, answered)
         record.tally = attempt.tally
+        if self.tracer is not None:
+            attempt.trace = self.tracer.attempt(record, member.endpoint)
         end: Attempt | None = None
         held: ErrorAnswer | None = None
         try:
