@@ -12,7 +12,7 @@ import structlog
 from .. import __version__
 from ..facts.call import Ask, Call, Caller
 from ..facts.errors import Refusal
-from ..gateway.identity import caller_of
+from ..gateway.identity import BAND_FIELD, band_of, caller_of
 from ..gateway.service import Gateway
 from ..wire.head import RequestHead
 from . import body as bodies
@@ -53,6 +53,8 @@ class Door:
         reply.peer = peer
         found = find(head)
         reply.anthropic = found.route.anthropic
+        if BAND_FIELD in head.by_name and found.kind is Kind.FORWARD:
+            band_of(head.by_name, self.gateway.admission)
         return found
 
     def answer(self, plan: object, head: RequestHead, body: bytes, reply: HttpReply) -> Awaitable[None]:

@@ -18,16 +18,25 @@ _MOST_TENANT_BYTES = 200
 
 def caller_of(headers: dict[bytes, bytes], ask: Ask, peer: str, admission: AdmissionSettings) -> Caller:
     """The caller of a request. `peer` is the client's address with its port. Raises Refusal for an unknown band."""
-    band = admission.default_band
-    named = headers.get(BAND_FIELD)
-    if named is not None:
-        band = named.decode("latin-1")
-        if all(band != known.name for known in admission.bands):
-            names = ", ".join(known.name for known in admission.bands)
-            raise Refusal(400, "unknown_band", f"x-appliance-band: {band[:50]!r} is none of {names}")
     session = session_of(headers, ask)
     tenant = session[:_MOST_TENANT_BYTES].decode("utf-8", "replace") if session else peer.rpartition(":")[0]
-    return Caller("", tenant, band, session)
+    return Caller("", tenant, band_of(headers, admission), session)
+
+
+def band_of(headers: dict[bytes, bytes], admission: AdmissionSettings) -> str:
+    """The band that the caller names, or the default. Raises Refusal for an unknown one; it needs no body, so the door
+    asks before it reads any."""
+    named = headers.get(BAND_FIELD)
+    if named is None:
+        return admission.default_band
+    band = named.decode("latin-1")
+    if any(band == known.name for known in admission.bands):
+        return band
+    names = ", ".join(known.name for known in admission.bands)
+    raise Refusal(
+        400, "unknown_band", f"x-appliance-band: {band[:50]!r} is none of {names}", BAND_FIELD.decode(),
+        should_retry=False,
+    )  # fmt: skip
 
 
 def session_of(headers: dict[bytes, bytes], ask: Ask) -> bytes:
