@@ -9,11 +9,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import trio
 
 from appliance.gateway.record import Record
 from appliance.gateway.spans import Span, spans_of
 from tests.collector import Collector, Got, collector
-from tests.fake_engine import CHAT, DONE, FakeEngine, event, fake_engine, in_turn, says, streamed, whole
+from tests.fake_engine import CHAT, DONE, Asked, FakeEngine, Peer, event, fake_engine, in_turn, says, streamed, whole
 from tests.raw_client import BrokenOff, chat, request
 from tests.routers import Running, router
 
@@ -239,6 +240,45 @@ async def test_a_refused_request(tmp_path: Path) -> None:
         assert server.about["gen_ai.provider.name"] == "appliance"
         assert not server.error  # the conventions call only a 5xx the server's own
         assert not any("usage" in key for key in server.about)
+
+
+async def test_a_request_that_waited_and_one_that_was_not_let_in(tmp_path: Path) -> None:
+    free = trio.Event()
+
+    async def held(asked: Asked, peer: Peer) -> None:
+        await free.wait()
+        await peer.send(whole(200, CHAT))
+
+    async with fake_engine(held) as engine, collector() as to, trio.open_nursery() as clients:
+        config = f"{tracing(to)}[admission]\nqueue_capacity_total = 1\n{engine.toml}capacity = 1\n"
+        async with router(tmp_path, config=config) as door:
+            clients.start_soon(door.ask, chat("x-request-id: runs"))
+            await door.until("the engine works", lambda: engine.asked)
+            clients.start_soon(door.ask, chat("x-request-id: waits"))
+            await door.until("the second waits", lambda: len(door.app.gateway.books.live) == 2)
+            assert (await door.ask(chat("x-request-id: full"))).status == 503
+            free.set()
+            server, admission, schedule, _ = await trace_of(door, to, "waits")
+            assert admission.about["appliance.blocker"] == "saturation"
+            assert server.start_ns <= admission.start_ns < admission.end_ns <= schedule.start_ns
+            server, admission = await trace_of(door, to, "full")
+            assert admission.about["error.type"] == server.about["error.type"] == "queue_full"
+            assert admission.error and server.error
+
+
+async def test_a_fallback_asks_for_a_place_of_its_own(tmp_path: Path) -> None:
+    broken = whole(500, {"error": {"message": "no", "type": "server_error", "param": None, "code": None}})
+    async with fake_engine(says(broken), id="big") as big, fake_engine(id="small") as small, collector() as to:
+        big.models, small.models = ("big",), ("small",)
+        config = f'{tracing(to)}[[models]]\nname = "big"\nfallbacks = ["small"]\n'
+        async with router(tmp_path, big, small, config=config) as door:
+            assert (await door.ask(chat("x-request-id: fell", model="big"))).status == 200
+            server, *steps = await trace_of(door, to, "fell")
+            assert [span.name for span in steps] == ["admission", "schedule", "upstream"] * 2
+            assert [span.about.get("appliance.model") for span in steps] == ["big", "big", None, "small", "small", None]
+            assert all(before.end_ns <= after.start_ns for before, after in itertools.pairwise(steps[2:]))
+            assert server.about["gen_ai.request.model"] == "big"
+            assert server.about["gen_ai.response.model"] == "small"
 
 
 async def test_nobody_can_be_reached(tmp_path: Path) -> None:
