@@ -23,8 +23,7 @@ SAID = b"You said: one two three"
 
 @attrs.define(eq=False)
 class Load:
-    """`connections` workers at `port`; `model` is asked for each request, so a test may change it. `context` is asked
-    for each fresh connection, None for plain HTTP."""
+    """`connections` workers at `port`. `model` may be changed at any time; `context` None is plain HTTP."""
 
     port: int
     connections: int = 64
@@ -33,6 +32,8 @@ class Load:
     done: int = 0
     fresh: int = 0
     failures: list[str] = attrs.field(factory=list)
+    certificates: list[bytes] = attrs.field(factory=list)
+    """What the fresh connections were shown, in order."""
     _over: bool = False
 
     async def run(self) -> None:
@@ -72,6 +73,7 @@ class Load:
         if self.context is not None:
             stream = trio.SSLStream(stream, self.context, server_hostname="localhost", https_compatible=True)  # type: ignore[assignment]
             await stream.do_handshake()  # type: ignore[attr-defined]
+            self.certificates.append(stream.getpeercert(binary_form=True))  # type: ignore[attr-defined]
         return Client(stream)
 
     async def _ask(self, client: Client, stream: bool) -> Answer:
