@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOST_WAITING = 2048
 """Records that wait for delivery: a second or two of what one collector takes, and a few megabytes."""
 BATCH = 256
-"""Records delivered together: about 200 kB."""
+"""Records delivered together: about 300 kB."""
 FLUSH_S = 1.0
 """Seconds after which a batch leaves that is not full."""
 
