@@ -77,4 +77,5 @@ def _tokens(figures: dict[str, Any] | None) -> str:
     if figures is None or not figures["prompt"] + figures["completion"]:
         return ""
     mark = "~" if figures["estimated"] else ""
-    return f"{mark}{figures['prompt']:,}+{figures['completion']:,}"
+    prompt = f"{figures['prompt']:,}" if figures["prompt"] else ""  # not known before the end
+    return f"{mark}{prompt}+{figures['completion']:,}"

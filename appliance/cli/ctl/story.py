@@ -56,6 +56,8 @@ def tell_request(document: Document) -> None:
 def _headline(document: Document) -> str:
     took, code, message = seconds(document["duration_s"]), document["code"], document["message"]
     match document["outcome"]:
+        case "running" if document["places"] and document["places"][-1]["state"] == "waiting":
+            return f"Waiting for a place for {seconds(document['places'][-1]['wait_s'])}."
         case "running":
             due = document["deadline_next"]
             strikes = f"; {due['name']} strikes in {seconds(max(0.0, due['in_s']))}" if due else ""
