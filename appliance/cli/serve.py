@@ -122,9 +122,9 @@ class Router:
         self.poller = Poller()
         self.sleepers: set[Sleeper] = set()
         self.gateway = Gateway(settings, self.poller)
-        self.door = Door(self.gateway)
-        self.door.ready = lambda: any(member.up for member in self.gateway.table.members.values())
         self.buffers = Buffers(settings.server.max_buffered_bytes)
+        self.door = Door(self.gateway, self.buffers)
+        self.door.ready = lambda: any(member.up for member in self.gateway.table.members.values())
         self.listeners = Listeners(self.door, self.poller, self.sleepers, _limits(settings), self.buffers)
         self.operations = Operations(self)
         self.stop = trio.Event()
@@ -289,7 +289,7 @@ class Router:
 
     def _configure(self, settings: Settings, context: ssl.SSLContext | None) -> None:
         server = settings.server
-        self.door.configure(server.cors_origins, server.max_body_bytes, server.access_log)
+        self.door.configure(server.cors_origins, server.max_body_bytes, server.access_log, server.trusted_proxies)
         self.listeners.limits = _limits(settings)
         self.listeners.context = context
         self.buffers.limit_bytes = server.max_buffered_bytes

@@ -117,7 +117,7 @@ class Listeners:
         line: Line | None = None
         self._sleepers.add(sleeper)
         try:
-            keep_alive_probes(sock)
+            keep_alive_probes(sock, self.limits.write_stall_s)
             if self.context is None:
                 line = Line(sock, self._poller, sleeper)
             else:

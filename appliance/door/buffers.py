@@ -1,4 +1,4 @@
-"""How much of clients' bodies may be held at once."""
+"""How much of clients' bodies may be held at once, and how they are held while they arrive."""
 
 from __future__ import annotations
 
@@ -29,3 +29,38 @@ class Buffers:
 
     def release(self, size: int) -> None:
         self.held_bytes -= size
+
+
+class Gathered:
+    """A body put together from the pieces in which it arrives, however small: a list of single bytes weighs eight times
+    what it holds, and more in small chunks, so that a client could have us hold much more than was reserved.
+    """
+
+    __slots__ = ("_crumbs", "_pieces", "size")
+
+    CRUMB_BYTES = 4096
+    """Pieces up to this size are put into a common one."""
+
+    def __init__(self) -> None:
+        self._crumbs = bytearray()
+        self._pieces: list[bytes] = []
+        self.size = 0
+
+    def add(self, piece: bytes) -> None:
+        self.size += len(piece)
+        if len(piece) > self.CRUMB_BYTES:
+            self._sweep()
+            self._pieces.append(piece)
+            return
+        self._crumbs += piece
+        if len(self._crumbs) > 16 * self.CRUMB_BYTES:
+            self._sweep()
+
+    def whole(self) -> bytes:
+        self._sweep()
+        return b"".join(self._pieces)
+
+    def _sweep(self) -> None:
+        if self._crumbs:
+            self._pieces.append(bytes(self._crumbs))
+            self._crumbs = bytearray()

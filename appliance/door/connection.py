@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import socket
 import time
 from collections.abc import Awaitable
 from typing import Protocol
@@ -29,13 +28,11 @@ from ..nursery.sleeper import Cut, DeadlinePassed, Sleeper, breathe
 from ..wire import framing, head
 from ..wire.head import BadHead, RequestHead
 from ..wire.line import Line
-from .buffers import Buffers
+from .buffers import Buffers, Gathered
 from .reply import HttpReply
 
 LINGER_S = 2.0
-"""How long unread input is thrown away after a refusal: closing at once would reset the connection, and the client
-might lose the refusal that it has not read yet.
-"""
+"""How long input that nobody will read is thrown away before a connection is closed."""
 IDLE_AT_STOP_S = 5.0
 """At a stop, how long a kept-alive connection may still bring its next request, which is then answered with
 `Connection: close`: a client that is about to send one does not run into a closed socket."""
@@ -125,8 +122,8 @@ class Connection:
                 requests += 1
                 if requests & 15 == 0:
                     await breathe(requests)
-            if self._unread:
-                await self._linger()
+            if not line.closed:
+                await self._part()
         except (OSError, Cut, ClientLeft):
             return  # the client is gone or silent: nobody is left to tell
         finally:
@@ -144,12 +141,14 @@ class Connection:
         request: RequestHead | None = None
         reply: HttpReply | None = None
         started = 0.0
+        whole = False  # the request was read to its end
         try:
             end = head.end_of_head(self._buffer)
             if end < 0:
                 end = await self._rest_of_head()
             request = head.read_request(self._buffer[:end])
             self._buffer = self._buffer[end:]
+            self._sleeper.disarm()  # what held until here must not strike in the middle of the answer
             started = time.monotonic()
             keep = request.keep_alive and not self.site.draining
             reply = HttpReply(self.line, self._sleeper, request.minor, keep, _request_id(request), limits.write_stall_s)
@@ -159,6 +158,7 @@ class Connection:
             body = b""
             if request.length or request.chunked:
                 body = self._body_at_hand(request) or await self._body(request)
+            whole = True
             self._answering = True
             if self.line.hung_up:
                 raise ClientLeft
@@ -175,12 +175,14 @@ class Connection:
                 reply, Refusal(408, "request_timeout", "the request came too slowly", retry_after_s=1), keep=False
             )
         except Refusal as refusal:
-            keep = not self._unread and self._skip_body(request)
+            keep = not self._unread and (whole or self._skip_body(request))
             self._unread = not keep
             reply = await self._refuse(reply, refusal, keep=keep)
-        except (Cut, ClientLeft, OSError):
+        except (Cut, ClientLeft):
             raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, OSError) and not self._answering:
+                raise  # of the client's own socket; while answering, the reply has a word for that
             log.exception(
                 "request failed inside the router",
                 request_id=reply.request_id.decode() if reply else "",
@@ -200,8 +202,8 @@ class Connection:
                 self._reserved = 0
             if reply is not None:
                 self.site.record(request, reply, self.peer, started)
-        if reply.broken:
-            self.line.abort()
+                if reply.looks_whole:
+                    self.line.abort()
         return reply.keep_alive and reply.ended
 
     # -- head and body -----------------------------------------------------------------------------------------------
@@ -209,6 +211,7 @@ class Connection:
     async def _rest_of_head(self) -> int:
         """Wait for the rest of a head that has begun; where it ends in the buffer."""
         self._sleeper.arm(time.monotonic() + self._limits.head_s, "head_s")
+        head.check_beginning(self._buffer)
         while True:
             data = await self.line.recv()
             if not data:
@@ -239,9 +242,10 @@ class Connection:
     async def _body(self, request: RequestHead) -> bytes:
         """A body still on its way; its length is reserved already. Raises Refusal; then some of it is unread."""
         self._unread = True
-        if request.expects_continue and not self._buffer:
-            await self.line.send_all(CONTINUE)
         try:
+            if request.expects_continue and not self._buffer:
+                self._sleeper.arm(time.monotonic() + self._limits.write_stall_s, "body")
+                await self.line.send_all(CONTINUE)
             body = await (self._chunked_body() if request.chunked else self._sized_body(request.length))
         except DeadlinePassed:
             raise Refusal(408, "request_timeout", "the request body came too slowly", retry_after_s=1) from None
@@ -249,43 +253,39 @@ class Connection:
         return body
 
     async def _sized_body(self, length: int) -> bytes:
-        pieces = [self._buffer] if self._buffer else []
-        missing = length - len(self._buffer)
-        self._buffer = b""
+        body = Gathered()
+        piece, self._buffer = self._buffer, b""
         begun = time.monotonic()
-        while missing > 0:
-            piece = await self._next_piece(begun, length - missing)
-            missing -= len(piece)
-            pieces.append(piece)
-        if missing:
-            # the client sent its next request right behind: that part waits
-            self._buffer = pieces[-1][missing:]
-            pieces[-1] = pieces[-1][:missing]
-        return b"".join(pieces)
+        while True:
+            missing = length - body.size
+            if len(piece) >= missing:
+                # what the client sent right behind is its next request: that part waits
+                body.add(piece[:missing])
+                self._buffer = piece[missing:]
+                return body.whole()
+            body.add(piece)
+            piece = await self._next_piece(begun, body.size)
 
     async def _chunked_body(self) -> bytes:
         cutter = framing.Chunked()
-        pieces: list[bytes] = []
-        size = 0
+        body = Gathered()
         begun = time.monotonic()
         data, self._buffer = self._buffer, b""
         while True:
             if data:
                 try:
-                    fresh = cutter.feed(data)
+                    piece = b"".join(cutter.feed(data))
                 except framing.BadFraming as error:
                     raise Refusal(400, "bad_request", f"malformed chunked body: {error}") from None
-                grown = sum(map(len, fresh))
-                if size + grown > self._limits.max_body_bytes:
+                if body.size + len(piece) > self._limits.max_body_bytes:
                     raise self._too_large()
-                self._buffers.reserve(grown)
-                self._reserved += grown
-                size += grown
-                pieces += fresh
+                self._buffers.reserve(len(piece))
+                self._reserved += len(piece)
+                body.add(piece)
                 if cutter.done:
                     self._buffer = cutter.rest
-                    return b"".join(pieces)
-            data = await self._next_piece(begun, size)
+                    return body.whole()
+            data = await self._next_piece(begun, body.size)
 
     async def _next_piece(self, begun: float, received: int) -> bytes:
         self._sleeper.arm(begun + self._limits.write_stall_s + received / SLOWEST_BODY_BYTES_PER_S, "body")
@@ -306,9 +306,7 @@ class Connection:
 
     def _skip_body(self, request: RequestHead | None) -> bool:
         """After a refusal at the head: whether the body could be passed over, so that the connection stays in step."""
-        if request is None or request.chunked or self._reserved:
-            return request is not None and self._reserved > 0
-        if request.length > len(self._buffer):
+        if request is None or request.chunked or request.length > len(self._buffer):
             return False
         self._buffer = self._buffer[request.length :]
         return True
@@ -326,13 +324,18 @@ class Connection:
             await reply.refuse(refusal)
         return reply
 
-    async def _linger(self) -> None:
-        """Throw away what the client still sends, so that it can read the refusal before the connection ends."""
-        self._sleeper.arm(time.monotonic() + LINGER_S, "linger")
-        self.line.push()
-        self.line.sock.shutdown(socket.SHUT_WR)
-        while await self.line.recv():
-            continue
+    async def _part(self) -> None:
+        """End the connection so that the client gets all it was sent."""
+        line, sleeper = self.line, self._sleeper
+        if line.unsent:
+            sleeper.arm(time.monotonic() + self._limits.write_stall_s, "write_stall_s")
+            await line.flush()
+        if self._unread or self._buffer or line.readable:
+            # Input that is not read makes a close a reset, and the client might lose what it has not read yet.
+            sleeper.arm(time.monotonic() + LINGER_S, "linger")
+            line.finish()
+            while await line.recv():
+                continue
 
     def _hung_up(self) -> None:
         if self._answering:

@@ -30,7 +30,6 @@ class HttpReply:
     """
 
     anthropic = False
-    broken = False
     ended = False
     extra = b""
     peer = ""
@@ -39,6 +38,7 @@ class HttpReply:
     status = 0
     _head = b""
     _no_body = False
+    _until_close = False
 
     def __init__(
         self, line: Line, sleeper: Sleeper, minor: int, keep_alive: bool, request_id: bytes, stall_s: float
@@ -69,6 +69,7 @@ class HttpReply:
             parts.append(b"transfer-encoding: chunked\r\n")
         else:
             self.keep_alive = False  # an HTTP/1.0 client learns the end of the body from the end of the connection
+            self._until_close = True
         if not self.keep_alive:
             parts.append(b"connection: close\r\n")
         elif self.minor == 0:
@@ -114,9 +115,13 @@ class HttpReply:
         self.ended = True
 
     def give_up(self) -> None:
-        # A body that ends with the connection would look complete after an ordinary close: only a reset tells.
-        self.broken = self.started and self.minor == 0
         self.keep_alive = False
+
+    @property
+    def looks_whole(self) -> bool:
+        """It broke off, and its body ends with the connection: after an ordinary close it would look complete, so the
+        connection must end with a reset."""
+        return self._until_close and self.started and not self.ended
 
     async def whole(self, status: int, body: bytes, content_type: bytes = JSON, fields: Fields | None = None) -> None:
         """An answer of our own."""

@@ -29,7 +29,7 @@ class Kind(enum.Enum):
 
 @attrs.frozen
 class Found:
-    """A path that is served: how, under which route, and the id in it if it holds one."""
+    """A path that is served: how, under which route, and the id in it if it holds one (of OPTIONS: what it takes)."""
 
     kind: Kind
     route: Route
@@ -72,7 +72,6 @@ _GETS: dict[bytes, Found] = {
     b"/": Found(Kind.STATUS, OTHER),
 }
 _FORWARD_OTHER = Found(Kind.FORWARD, OTHER)
-_OPTIONS = Found(Kind.OPTIONS, OTHER)
 
 ENGINE_MANAGEMENT: dict[str, frozenset[bytes]] = {
     "vllm": frozenset(
@@ -150,13 +149,15 @@ def find(head: RequestHead) -> Found:
             "WebSockets are not served here; use the HTTP routes under /v1",
             should_retry=False,
         )
-    if method == b"OPTIONS":
-        return _OPTIONS
     if path in _MANAGEMENT:
         raise _not_found(path, "engine management is not reachable through the router")
-    found, allowed = _on_path(path, method)
+    options = method == b"OPTIONS"
+    # a preflight asks whether a POST may come, also to a path that only an engine knows
+    found, allowed = _on_path(path, b"POST" if options else method)
     if not allowed:
         raise _not_found(path, "there is no such path")
+    if options:
+        return Found(Kind.OPTIONS, OTHER, ", ".join((*allowed, "OPTIONS")))
     if found is None:
         raise Refusal(
             405,
@@ -165,6 +166,11 @@ def find(head: RequestHead) -> Found:
             headers=(("Allow", ", ".join((*allowed, "OPTIONS"))),),
         )
     return found
+
+
+def is_anthropic(path: bytes) -> bool:
+    """Whether those who call this path expect Anthropic's shape of errors, whatever is wrong with the call."""
+    return path.startswith(b"/v1/messages")
 
 
 def forwarded_target(head: RequestHead) -> bytes:

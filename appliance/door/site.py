@@ -3,45 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import structlog
+import trio
 
 from .. import __version__
 from ..facts.call import Ask, Call, Caller
 from ..facts.errors import Refusal
 from ..gateway.identity import BAND_FIELD, band_of, caller_of
 from ..gateway.service import Gateway
+from ..wire import multipart
 from ..wire.head import RequestHead
 from . import body as bodies
+from .buffers import Buffers
+from .proxies import Proxies
 from .reply import HttpReply
-from .routes import Found, Kind, find, forwarded_target
+from .routes import Found, Kind, find, forwarded_target, is_anthropic
 
 log = structlog.get_logger("access")
 _NO_ASK = Ask()
-_PREFLIGHT_METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 
 
 class Door:
-    """The site of the public listener. `configure` takes changed settings at any time.
-
-    `client_of` tells the address of the client behind a peer and its forwarding header (`trusted_proxies`).
+    """The site of the public listener. `configure` takes changed settings at any time. What bodies grow by when they
+    are expanded is counted in `buffers`, like the bodies themselves.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, buffers: Buffers) -> None:
         self.gateway = gateway
         self.draining = False
         self.taken_over = False
         """Another process answers at the door's address: ready, as far as those who ask are concerned."""
         self.ready: Callable[[], bool] = lambda: True
+        self._buffers = buffers
         self._origins: frozenset[bytes] = frozenset()
+        self._proxies = Proxies()
         self._max_body_bytes = 0
         self._access_log = False
 
-    def configure(self, cors_origins: tuple[str, ...], max_body_bytes: int, access_log: bool) -> None:
+    def configure(
+        self, cors_origins: tuple[str, ...], max_body_bytes: int, access_log: bool, trusted_proxies: tuple[str, ...]
+    ) -> None:
         self._origins = frozenset(origin.encode() for origin in cors_origins)
+        self._proxies = Proxies(trusted_proxies)
         self._max_body_bytes = max_body_bytes
         self._access_log = access_log
 
@@ -50,8 +58,12 @@ class Door:
     def admit(self, head: RequestHead, reply: HttpReply, peer: str) -> Found:
         if self._origins and b"origin" in head.by_name and head.path.startswith(b"/v1/"):
             self._allow_origin(head, reply)
-        reply.peer = peer
-        found = find(head)
+        reply.peer = self._proxies.client_of(peer, head.fields) if self._proxies else peer
+        try:
+            found = find(head)
+        except Refusal:
+            reply.anthropic = is_anthropic(head.path)
+            raise
         reply.anthropic = found.route.anthropic
         if BAND_FIELD in head.by_name and found.kind is Kind.FORWARD:
             band_of(head.by_name, self.gateway.admission)
@@ -59,9 +71,19 @@ class Door:
 
     def answer(self, plan: object, head: RequestHead, body: bytes, reply: HttpReply) -> Awaitable[None]:
         assert isinstance(plan, Found)
+        if body and b"content-encoding" in head.by_name:
+            return self._expanded(plan, head, body, reply)
         if plan.kind is Kind.FORWARD:
             return self._forward(plan, head, body, reply)
         return self._answer(plan, head, body, reply)
+
+    async def _expanded(self, plan: Found, head: RequestHead, body: bytes, reply: HttpReply) -> None:
+        """The same with the body as it was before its Content-Encoding."""
+        async with self._without_encoding(body, head.by_name[b"content-encoding"]) as body:
+            if plan.kind is Kind.FORWARD:
+                await self._forward(plan, head, body, reply)
+            else:
+                await self._answer(plan, head, body, reply)
 
     async def _answer(self, plan: Found, head: RequestHead, body: bytes, reply: HttpReply) -> None:
         match plan.kind:
@@ -81,14 +103,14 @@ class Door:
             case Kind.READY:
                 await self._ready(reply)
             case Kind.OPTIONS:
-                await self._options(head, reply)
+                await self._options(plan, head, reply)
 
     def record(self, head: RequestHead | None, reply: HttpReply, peer: str, started: float) -> None:
         if not self._access_log:
             return
         log.info(
             "request",
-            client=peer,
+            client=(reply.peer or peer).removesuffix(":0"),
             method=head.method.decode() if head else "-",
             path=head.path.decode("latin-1") if head else "-",
             status=reply.status if reply.started else 499,
@@ -101,13 +123,12 @@ class Door:
 
     def _forward(self, found: Found, head: RequestHead, body: bytes, reply: HttpReply) -> Awaitable[None]:
         headers = head.by_name
-        encoding = headers.get(b"content-encoding", b"")
-        if encoding or body.startswith(bodies.BOM):
-            body = bodies.expand(body, encoding, self._max_body_bytes)
         content_type = headers.get(b"content-type", b"")
-        if content_type.lower().startswith(b"multipart/form-data"):
+        if multipart.is_form(content_type):
             ask = bodies.read_multipart(body, content_type)
         else:
+            if body.startswith(bodies.BOM):
+                body = body[len(bodies.BOM) :]
             ask = bodies.read_json(body)
         call = Call(
             reply.request_id,
@@ -123,6 +144,23 @@ class Door:
             time.monotonic(),
         )
         return self.gateway.serve(call, reply)
+
+    @asynccontextmanager
+    async def _without_encoding(self, body: bytes, encoding: bytes) -> AsyncIterator[bytes]:
+        """A body expanded, and what it has grown to held in `buffers` meanwhile. Raises Refusal."""
+        held = 0
+        try:
+            for coding in bodies.codings(encoding):
+                pieces = []
+                for piece in bodies.expanding(body, coding, self._max_body_bytes):
+                    self._buffers.reserve(len(piece))
+                    held += len(piece)
+                    pieces.append(piece)
+                    await trio.lowlevel.checkpoint()
+                body = b"".join(pieces)
+            yield body
+        finally:
+            self._buffers.release(held)
 
     async def _stored(self, found: Found, head: RequestHead, body: bytes, reply: HttpReply) -> None:
         """To the endpoint that made the response; nobody else knows it."""
@@ -165,11 +203,12 @@ class Door:
             raise refusal
         await reply.whole(200, b'{"status":"ready"}')
 
-    async def _options(self, head: RequestHead, reply: HttpReply) -> None:
+    async def _options(self, plan: Found, head: RequestHead, reply: HttpReply) -> None:
         """A preflight without a key: the browser sends none with it."""
-        fields = [(b"allow", _PREFLIGHT_METHODS)]
+        allowed = plan.id.encode()
+        fields = [(b"allow", allowed)]
         if reply.extra:
-            fields.append((b"access-control-allow-methods", _PREFLIGHT_METHODS))
+            fields.append((b"access-control-allow-methods", allowed))
             asked = head.by_name.get(b"access-control-request-headers", b"")
             if asked:
                 fields.append((b"access-control-allow-headers", asked))

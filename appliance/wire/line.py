@@ -258,7 +258,12 @@ class Line:
         await self.flush()
 
     async def flush(self) -> None:
-        """Wait until everything handed over lies with the kernel. A plain socket holds nothing back."""
+        """Wait until everything handed over lies with the kernel (or is lost with the connection). Raises the reason of
+        a cut."""
+        self.push()
+        while self._backlog:
+            await self._sleep()
+            self.push()
 
     async def connected(self) -> None:
         """Wait for a `connect` begun on the socket. Raises OSError when it failed."""
@@ -274,6 +279,17 @@ class Line:
         await self.sleeper.sleep()
 
     # -- ends ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something handed over lies here and not yet with the kernel: `flush` waits for it, `close` drops what
+        the socket does not take at once."""
+        return bool(self._backlog)
+
+    def finish(self) -> None:
+        """Nothing more will be sent: tell the peer, and go on reading. Raises OSError."""
+        self.push()
+        self.sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the socket. What the kernel holds is still sent; unread input makes it a reset. Harmless when
@@ -297,8 +313,15 @@ class Line:
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
-def keep_alive_probes(sock: socket.socket) -> None:
-    """A peer without power is noticed by probes after 20 s of silence, and by unacknowledged data after 15 s."""
+UNACKNOWLEDGED_S = 15.0
+
+
+def keep_alive_probes(sock: socket.socket, stall_s: float = 0.0) -> None:
+    """A peer without power is noticed by probes after 20 s of silence, and by unacknowledged data after 15 s.
+
+    The kernel counts data that a living peer does not take as unacknowledged too, so where a peer is promised `stall_s`
+    seconds to take some, the bound lies behind that promise: else its deadline would never be the one to strike.
+    """
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -306,4 +329,5 @@ def keep_alive_probes(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15000)
+    unacknowledged_s = max(UNACKNOWLEDGED_S, stall_s + 2.0 if stall_s else 0.0)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(unacknowledged_s * 1000), 2**31 - 1))

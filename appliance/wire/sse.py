@@ -62,7 +62,7 @@ class EventCutter:
 
 def data_of(event: bytes) -> bytes:
     """The event's data, its lines joined by LF as the standard says; b"" for a comment or an event without any."""
-    if event.startswith(b"data: ") and event.find(b"\n") >= len(event) - 2:
+    if event.startswith(b"data: ") and event.find(b"\n") >= len(event) - 2 and event.find(b"\r") < 0:
         return event[6:-2] if event.endswith(b"\n\n") else event[6:].rstrip(b"\r\n")
     lines = []
     for line in _LINE_END.split(event):

@@ -7,7 +7,7 @@ import select
 import socket
 import ssl
 
-from ..nursery.sleeper import Sleeper
+from ..nursery.sleeper import Sleeper, breathe
 from .line import READ_BYTES, Line, Poller
 
 MAX_HELD_BYTES = 262144
@@ -103,8 +103,9 @@ class TlsLine(Line):
             try:
                 return self._tls.read(READ_BYTES)
             except ssl.SSLWantReadError:
-                if not self._pull():
-                    return b"" if self._ended else None
+                # at the end of the stream TLS is asked once more: whether the peer said so, or was cut off
+                if not self._pull() and not self._ended:
+                    return None
             except ssl.SSLZeroReturnError:
                 return b""
             except ssl.SSLError as error:
@@ -127,6 +128,8 @@ class TlsLine(Line):
     async def send_all(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         while rest:
+            self._operations += 1
+            await breathe(self._operations)
             sent = self.try_send(rest)
             rest = rest[sent:]
             if rest and self._held and not self.writable:
@@ -135,10 +138,21 @@ class TlsLine(Line):
 
     async def flush(self) -> None:
         self._push()
-        while self._held:
-            if not self.writable:
-                await self._sleep()
+        self.push()
+        while self.unsent:
+            await self._sleep()
             self._push()
+            self.push()
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._held or self._backlog)
+
+    def finish(self) -> None:
+        with contextlib.suppress(ssl.SSLError):
+            self._tls.unwrap()
+        self._push()
+        super().finish()
 
     def _pull(self) -> bool:
         """Move ciphertext from the socket to TLS; False when there was none, with `_ended` set at the end of the
