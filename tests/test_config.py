@@ -177,7 +177,6 @@ def test_everything_at_once(tmp_path: Path) -> None:
         [server]
         listen = ["0.0.0.0:6381", "[::]:6381", "localhost:0"]
         metrics_listen = "[0:0::1]:6390"
-        public_url = "https://llm.example.org/"
         trusted_proxies = ["10.0.0.1", "fd00::/8"]
         cors_origins = ["HTTPS://Chat.Example.org:443", "http://localhost:3000", "tauri://localhost", "http://[::1]:80"]
         [[endpoints]]
@@ -208,7 +207,6 @@ def test_everything_at_once(tmp_path: Path) -> None:
     server = settings.server
     assert server.listen == (Address("0.0.0.0", 6381), Address("::", 6381), Address("127.0.0.1", 0))
     assert server.metrics_listen == (Address("::1", 6390),)
-    assert server.public_url == "https://llm.example.org"
     assert server.trusted_proxies == ("10.0.0.1/32", "fd00::/8")
     assert server.cors_origins == (
         "https://chat.example.org",
@@ -236,15 +234,8 @@ def test_everything_at_once(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_urls_that_are_none(url: str) -> None:
-    for key in ("url", "public_url"):
-        environ = (
-            {"APPLIANCE_ENDPOINTS": f"[{{id='a', url={url!r}}}]".replace("'", '"')}
-            if key == "url"
-            else {"APPLIANCE_SERVER__PUBLIC_URL": url}
-        )
-        if key == "public_url" and url in ("http://h/a/../b", "http://h/a//b"):
-            continue
-        assert len(faults(None, environ)) == 1
+    environ = {"APPLIANCE_ENDPOINTS": f"[{{id='a', url={url!r}}}]".replace("'", '"')}
+    assert len(faults(None, environ)) == 1
 
 
 @pytest.mark.parametrize(
@@ -268,9 +259,9 @@ def test_origins_that_are_none(origin: str) -> None:
         ("SERVER__DRAIN_S", " 5 # seconds", 5.0),
         ("SERVER__ACCESS_LOG", "true", True),
         ("SERVER__MAX_BODY_BYTES", "1_000", 1000),
-        ("SERVER__PUBLIC_URL", "https://a", "https://a"),
-        ("SERVER__PUBLIC_URL", "'https://a'", "https://a"),
-        ("SERVER__PUBLIC_URL", "", ""),
+        ("TRACING__ENDPOINT", "https://a", "https://a"),
+        ("TRACING__ENDPOINT", "'https://a'", "https://a"),
+        ("TRACING__ENDPOINT", "", ""),
         ("SERVER__ADMIN_SOCKET", "/5", "/5"),
         ("LOGGING__LEVEL", "debug", "debug"),
         ("SCHEDULING__WEIGHTS__KV", "3", 3.0),
@@ -360,10 +351,10 @@ def test_text_that_looks_like_a_number_is_text_where_text_is_wanted() -> None:
             " (from APPLIANCE_LOGGING__LEVEL)",
         ),
         (
-            "SERVER__PUBLIC_URL",
+            "TRACING__ENDPOINT",
             "[" * 5000,
-            f'server.public_url: expected http:// or https:// with a host, got "{"[" * 80}..."'
-            " (from APPLIANCE_SERVER__PUBLIC_URL)",
+            f'tracing.endpoint: expected http:// or https:// with a host, got "{"[" * 80}..."'
+            " (from APPLIANCE_TRACING__ENDPOINT)",
         ),
     ],
 )

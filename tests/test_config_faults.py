@@ -64,7 +64,7 @@ ENDPOINT = '[[endpoints]]\nid = "a"\nurl = "http://10.0.0.5:8000/v1"\n'
             "server.max_body_bytes: expected a whole number of bytes, 1 or more, got 1.5",
         ),
         ("[server]\naccess_log = 1", "server.access_log: expected true or false, got 1"),
-        ("[server]\npublic_url = 5", f"server.public_url: expected {URL}, got 5"),
+        ("[tracing]\nendpoint = 5", f"tracing.endpoint: expected {URL}, got 5"),
         ("[server]\ntls_cert = {}", "server.tls_cert: expected the path of a file, got a table"),
         ("server = 3", "server: expected a table ([server]), got 3"),
         ("[[server]]", "server: expected a table ([server]), got a list"),
@@ -131,8 +131,8 @@ ENDPOINT = '[[endpoints]]\nid = "a"\nurl = "http://10.0.0.5:8000/v1"\n'
         ("[server]\ncors_origins = '*'", f'server.cors_origins: expected {ORIGIN}, got "*"'),
         ("[server]\ncors_origins = 'https://a/'", f'server.cors_origins: expected {ORIGIN}, got "https://a/"'),
         (
-            "[server]\npublic_url = 'https://a/?x'",
-            f'server.public_url: expected {URL} and no user name, ? or #, got "https://a/?x"',
+            "[tracing]\nendpoint = 'https://a/?x'",
+            'tracing.endpoint: expected a URL without ? and #, got "https://a/?x"',
         ),
         # endpoints
         ('[[endpoints]]\nurl = "http://h"', "endpoints[0].id: missing; expected a name without spaces around it"),
@@ -294,9 +294,9 @@ def test_a_faulty_item_leaves_the_numbers_of_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["http://user:hunter2@h/v1", "http://user:hun/hunter2@h", "ftp://hunter2@h"])
 def test_no_fault_shows_a_password(tmp_path: Path, url: str) -> None:
     endpoint = ENDPOINT.replace("http://10.0.0.5:8000/v1", url)
-    text = f"[server]\npublic_url = '{url}'\n[tracing]\nendpoint = '{url}?x=1'\n{endpoint}"
+    text = f"[tracing]\nendpoint = '{url}?x=1'\n{endpoint}"
     found = faults(tmp_path, text)
-    assert len(found) == 3
+    assert len(found) == 2
     assert "hunter2" not in "".join(found)
 
 

@@ -25,6 +25,7 @@ NOT_YET: Mapping[str, str] = {
     "agent": "running engines on a node",
     "groups": "announced groups",
     "server.admin_listen": "the management API on a loopback TCP address",
+    "server.public_url": "links in web pages",
     "models.groups": "announced groups joining a configured model",
     "models.profiles": "ways to run a model on nodes",
     "models.scaling": "replicas that follow the load",
@@ -55,10 +56,6 @@ class Server:
         default=(Address("0.0.0.0", 6381),),
         metadata=about("Addresses of the door, one or a list; port 0 lets the kernel choose.", minimum=1, live=False),
     )
-    public_url: str = field(
-        default="",
-        metadata=about("How clients reach the door, for links; empty: taken from each request.", form="web"),
-    )
     metrics_listen: tuple[Address, ...] = field(
         default=(Address("127.0.0.1", 6390),),
         metadata=about("Addresses of /metrics, /healthz and /readyz for Prometheus; [] turns them off.", live=False),
@@ -86,7 +83,7 @@ class Server:
     trusted_proxies: tuple[str, ...] = field(
         default=(),
         metadata=about(
-            "Addresses or networks of proxies whose X-Forwarded-* headers are believed.",
+            "Addresses or networks of proxies whose X-Forwarded-For tells the client's address.",
             form="network",
             example=["10.0.0.0/24"],
         ),

@@ -63,16 +63,6 @@ def engine_url(text: str) -> EngineUrl:
     return EngineUrl(tls, url.hostname or "", _port(url) or (443 if tls else 80), path)
 
 
-def web(text: str) -> str:
-    """A public address, without the trailing slash so that paths can be appended; "" stays."""
-    if not text:
-        return ""
-    url = _split(text)
-    if url.username is not None or url.query or url.fragment or "?" in text or "#" in text:
-        raise Mismatch("http:// or https:// with a host and no user name, ? or #")
-    return text.rstrip("/")
-
-
 def collector(text: str) -> str:
     if text:
         url = _split(text)
@@ -142,7 +132,6 @@ def _port(url: SplitResult) -> int:
 
 
 FORMS: dict[str, Form] = {
-    "web": Form("http:// or https:// with a host", web),
     "collector": Form("http:// or https:// with a host", collector),
     "origin": Form('an origin such as "https://chat.example.org" (scheme, host, port if unusual, no path)', origin),
     "network": Form('an address or a network such as "10.0.0.0/24"', network),
