@@ -14,6 +14,8 @@ import ssl
 import time
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from ..facts.call import Call
 from ..facts.choice import ANSWER, CLIENT_LEFT, DEADLINE, ERROR_EVENT, Attempt, Choice, Outcome
 from ..facts.endpoint import Endpoint, Sample
@@ -169,8 +171,10 @@ class Gateway:
         except Refusal as refusal:
             if record.outcome == "running":
                 record.refused(refusal)
+            # The record keeps the refusal, and its traceback would keep every frame on the way: the body, the sockets.
+            refusal.__traceback__ = refusal.__context__ = None
             if not reply.started:
-                raise
+                raise attrs.evolve(refusal) from None
             await tell_waiting(reply, error_event(refusal, anthropic=call.route.anthropic))
             reply.give_up()
         except ClientLeft:
@@ -218,6 +222,7 @@ class Gateway:
             return await self._with_retries(entry, call, reply, record, only, before, ticket)
         finally:
             self.gate.end(ticket, call, record.outcome == "ok", record.tally, time.monotonic())
+            ticket.waiter = None  # the record keeps the ticket, and this would keep the task
 
     async def _wait(self, ticket: Ticket, reply: Reply, record: Record) -> None:
         """Raises ClientLeft, or the Refusal of an operator's cancellation."""
