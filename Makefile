@@ -3,6 +3,7 @@
 #   make run     a real engine with a real model, the door in front of it, and two commands to try
 #   make test    lint, types and all tests
 #   make lint    ruff and mypy alone
+#   make binary  dist/appliance/appliance: the program in a folder that needs no installed Python, tried out
 #   make bench   the figures of docs/performance.md, against other routers (ROWS=throughput for one row)
 #   make lock    requirements.lock anew, from the lower bounds in pyproject.toml
 #   make clean   remove what these made
@@ -18,7 +19,11 @@ HAS_BASE := $(VENV)/.has-base
 HAS_DEMO := $(VENV)/.has-demo
 HAS_TEST := $(VENV)/.has-test
 
-.PHONY: run test lint bench lock clean
+# The binary holds what its environment holds, so it has one of its own, with nothing in it but what is named.
+BINARY_VENV := build/binary
+HAS_BINARY := $(BINARY_VENV)/.has-binary
+
+.PHONY: run test lint binary bench lock clean
 
 # Where the wheel or the model cannot be had, the demonstration runs with the built-in sim and says so. The client package
 # is in the same extra, and may well be had.
@@ -32,6 +37,14 @@ test: lint
 lint: $(HAS_TEST)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+# The hash seed and the sorted lists of PyInstaller give the same bytes for the same inputs.
+binary: $(HAS_BINARY)
+	@for tool in ldd objdump strip; do command -v $$tool >/dev/null \
+		|| { echo "error: no $$tool; apt-get install binutils libc-bin" >&2; exit 1; }; done
+	PATH="$(CURDIR)/$(BINARY_VENV)/bin:$$PATH" PYTHONHASHSEED=0 pyinstaller --noconfirm --clean --log-level ERROR \
+		--workpath build/pyinstaller build.spec
+	$(BINARY_VENV)/bin/python packaging/smoke.py dist/appliance/appliance
 
 # The peers go into .venv-bench: they want other versions of what we depend on. A peer that cannot be had costs only its
 # own comparison.
@@ -61,9 +74,16 @@ $(HAS_TEST): $(WANTED) | $(VENV)/bin/python
 	@$(PIP) install -q -c requirements.lock -e '.[test,demo]'
 	@touch $(HAS_BASE) $(HAS_DEMO) $@
 
+$(HAS_BINARY): $(WANTED)
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; apt-get install python3-venv" >&2; exit 1; }
+	@echo "Making $(BINARY_VENV) ..."
+	@rm -rf $(BINARY_VENV) && $(PYTHON) -m venv $(BINARY_VENV)
+	@$(BINARY_VENV)/bin/pip --disable-pip-version-check install -q -c requirements.lock -e '.[binary]'
+	@touch $@
+
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
-	build/lock/bin/pip install -q --disable-pip-version-check '.[test,demo]'
+	build/lock/bin/pip install -q --disable-pip-version-check '.[test,demo,binary]'
 	{ sed -n '/^#/p' requirements.lock; build/lock/bin/pip freeze --exclude appliance; } > build/requirements.lock
 	@! grep -E '@|://' build/requirements.lock || { echo "error: a requirement that no registry has" >&2; exit 1; }
 	mv build/requirements.lock requirements.lock
