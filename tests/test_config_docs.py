@@ -12,8 +12,10 @@ import pytest
 
 from appliance.cli.config import example, load, show, toml_value
 from appliance.cli.config.example_file import doc
+from appliance.cli.config.rows import plain
 from appliance.cli.config.schema import Field, every_key, fields_of
 from appliance.cli.config.structure import Walk
+from appliance.facts.catalog import Profile
 from appliance.facts.endpoint import Endpoint
 from appliance.facts.keys import about
 from appliance.facts.settings import NOT_YET, EndpointEntry, Model, Settings
@@ -53,8 +55,7 @@ def default(field: Field) -> str:
         return "required"
     if field.default is None:
         return "none"
-    written = [str(item) for item in field.default] if isinstance(field.default, tuple) else field.default
-    return f"`{toml_value(written)}`"
+    return f"`{toml_value(plain(field.default))}`"
 
 
 def test_the_example_as_it_stands_changes_nothing(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_the_example_uncommented_holds_every_key_and_loads_to_the_defaults(tmp_p
     assert keys_of(tomllib.loads(uncommented())) == set(every_key())
     settings = load(file, {"HOME": str(tmp_path)}, uid=0).settings
     assert settings.endpoints == (Endpoint("a", "10.0.0.5", 8000, models=("llama",)),)
-    assert settings.models == (Model("llama"),)
+    assert settings.models == (Model("llama", profiles=(Profile("small", "sim"),)),)
     bare = load(None, {}, uid=0).settings
     assert attrs.evolve(settings, endpoints=(), models=(), server=bare.server) == bare
     assert attrs.evolve(settings.server, admin_socket=bare.server.admin_socket) == bare.server

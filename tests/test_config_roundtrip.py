@@ -49,6 +49,10 @@ FORMS: Mapping[str, st.SearchStrategy[str]] = {
     "file": st.just(""),
     "key_file": st.sampled_from(["", str(KEY_FILE)]),
     "socket": st.sampled_from(["/run/a.sock", "/tmp/ä b.sock"]),
+    "word": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True) | st.just(""),
+    "ip": st.just("") | st.ip_addresses().map(str),
+    "program": st.sampled_from(["vllm", "/opt/bin/vllm"]),
+    "": NAMES | st.just(""),
 }
 
 
@@ -92,6 +96,9 @@ def section(cls: type) -> st.SearchStrategy[dict[str, Any]]:
                 made = st.lists(section(field.type), max_size=3, unique_by=lambda entry, first=first: entry[first])
             case "list":
                 made = st.lists(value(field), min_size=int(field.key.minimum or 0), max_size=3, unique=True)
+            case "map":
+                names = st.sampled_from(field.key.choices or ["A", "rack.b", "x_1/y-2"])
+                made = st.dictionaries(names, FORMS[field.key.form], max_size=3)
             case _:
                 made = value(field)
         (required if field.required else optional)[field.name] = made
@@ -130,6 +137,22 @@ def document_of(rows: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
+FREE = ("port_range", "listen")
+"""Keys of the agent whose right values depend on more than themselves."""
+
+
+def runnable(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The profiles of a model with what would not add up taken out, and its scaling where there is one to run."""
+    if not model.get("profiles") or " " in model["name"] or model["name"].startswith("-"):
+        return {}
+    sums = ("nodes", "gpus_per_node", "tensor_parallel", "pipeline_parallel", "launch_mode", "args", "env")
+    profiles = [
+        {key: part for key, part in profile.items() if key not in sums} | {"engine": "sim"}
+        for profile in model["profiles"]
+    ]
+    return {"profiles": profiles, "scaling": model.get("scaling", {})}
+
+
 def accepted(document: Mapping[str, Any]) -> Any:
     """`document` loaded, once names that meet by chance are out of the way."""
     cleaned = dict(document)
@@ -144,9 +167,11 @@ def accepted(document: Mapping[str, Any]) -> Any:
         admission |= {"bands": bands, "default_band": bands[0]["name"]}
     cleaned["admission"] = admission
     cleaned["models"] = [
-        {key: part for key, part in model.items() if key not in ("fallbacks", "aliases")}
+        {key: part for key, part in model.items() if key not in ("fallbacks", "aliases", "scaling", "profiles")}
+        | runnable(model)
         for model in document.get("models", [])
     ]
+    cleaned["agent"] = {key: part for key, part in document.get("agent", {}).items() if key not in FREE}
     return load_text(text_of(cleaned))
 
 
@@ -172,7 +197,8 @@ def test_what_is_shown_can_be_given_by_the_environment(document: dict[str, Any])
             environ[f"APPLIANCE_{name.upper()}"] = toml_value(part)
             continue
         for key, item in part.items():
-            for inner, leaf in item.items() if isinstance(item, dict) else [("", item)]:
+            whole = not isinstance(item, dict) or not item or key == "labels"
+            for inner, leaf in [("", item)] if whole else item.items():
                 variable = "__".join(filter(None, (name, key, inner))).upper()
                 environ[f"APPLIANCE_{variable}"] = toml_value(leaf)
     again = load_text("", environ)
@@ -291,5 +317,6 @@ def test_values_are_written_as_toml(item: Any) -> None:
 
 
 def test_the_example_is_toml_of_its_own() -> None:
-    assert set(tomllib.loads(example())) == {"server", "deadlines", "admission", "scheduling", "tracing", "logging"}
+    tables = {"server", "deadlines", "admission", "scheduling", "agent", "tracing", "logging"}
+    assert set(tomllib.loads(example())) == tables
     assert os.path.exists(KEY_FILE)

@@ -38,7 +38,7 @@ from ..nursery.sleeper import Sleeper, sweep
 from ..wire.line import Poller
 from ..wire.tls import server_context
 from . import logs, takeover
-from .config import ConfigError, Loaded, changes, keep_fixed, load
+from .config import ConfigError, Loaded, changes, keep_fixed, load, without_engines
 from .listening import address_of, is_loopback, open_sockets, raise_open_files
 from .operations import Operations
 from .startfailed import StartFailed
@@ -74,7 +74,7 @@ def serve(config: str | None, listen: tuple[str, ...], take_over: bool) -> int:
     arguments: dict[str, object] = {"server.listen": list(listen)} if listen else {}
 
     def read() -> Loaded:
-        return load(config, os.environ, arguments=arguments)
+        return without_engines(load(config, os.environ, arguments=arguments))
 
     try:
         supervisor, passed = Supervisor.of(os.environ), passed_sockets(os.environ)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
+from attrs import field
+
+from appliance.facts.keys import about
 
 LAUNCHABLE = ("vllm", "sglang", "llamacpp", "sim")
 """Engines an agent can start. An `openai` endpoint is somebody else's process."""
@@ -23,21 +26,33 @@ class Profile:
     engine. `args` go to the engine as they are, `env` is added to its environment.
     """
 
-    name: str
-    engine: str
-    source: str = ""
-    priority: int = 0
-    nodes: int = 1
-    gpus_per_node: int = 1
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    gpu_class: str = ""
-    dtype: str = ""
-    quantization: str = ""
-    launch_mode: str = "mp"
-    context_tokens: int = 0
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = attrs.field(factory=dict)
+    name: str = field(metadata=about("Its name in reports; unique within the model.", form="name", example="small"))
+    engine: str = field(metadata=about("What runs the model.", choices=LAUNCHABLE, example="sim"))
+    source: str = field(
+        default="",
+        metadata=about(
+            "Weights: an absolute path on the node or a hub id (org/name); the sim needs none.",
+            example="/models/llama.gguf",
+        ),
+    )
+    priority: int = field(default=0, metadata=about("The profile with the highest number that fits is taken."))
+    nodes: int = field(default=1, metadata=about("Nodes of one replica.", minimum=1))
+    gpus_per_node: int = field(default=1, metadata=about("GPUs on each node; 0: it runs on CPUs.", minimum=0))
+    tensor_parallel: int = field(default=1, metadata=about("Parts each layer is cut into.", minimum=1))
+    pipeline_parallel: int = field(default=1, metadata=about("Parts the layers are dealt out to.", minimum=1))
+    gpu_class: str = field(default="", metadata=about("Class of GPU, such as l40s-45g; empty: any one class."))
+    dtype: str = field(default="", metadata=about("Type of the numbers; empty: the engine decides."))
+    quantization: str = field(default="", metadata=about("How weights are quantized; empty: the engine decides."))
+    launch_mode: str = field(
+        default="mp", metadata=about("How vLLM spreads over nodes; all else knows mp only.", choices=LAUNCH_MODES)
+    )
+    context_tokens: int = field(
+        default=0, metadata=about("Longest prompt plus answer, in tokens; 0: the model's.", minimum=0)
+    )
+    args: tuple[str, ...] = field(default=(), metadata=about("Further arguments of the engine.", example=["--seed=1"]))
+    env: Mapping[str, str] = field(
+        factory=dict, metadata=about("Further variables of its environment.", example={"OMP_NUM_THREADS": "4"})
+    )
 
     @property
     def gpus(self) -> int:
@@ -58,7 +73,9 @@ class Adapter:
 class Scaling:
     """How many replicas (`[models.scaling]`). `idle_s` 0: never scaled to zero."""
 
-    min_replicas: int = 1
+    min_replicas: int = field(
+        default=1, metadata=about("Replicas that are kept running; 0: none is started.", minimum=0)
+    )
     max_replicas: int = 1
     idle_s: float = 0.0
 
@@ -76,11 +93,20 @@ class External:
 class Model:
     """A name clients ask for. `context_tokens` 0 is unknown; it holds for profiles that set none of their own."""
 
-    name: str
-    aliases: tuple[str, ...] = ()
-    fallbacks: tuple[str, ...] = ()
-    context_tokens: int = 0
-    scaling: Scaling = Scaling()
+    name: str = field(metadata=about("The name clients ask for; unique.", form="name", example="llama"))
+    aliases: tuple[str, ...] = field(
+        default=(), metadata=about("Further names for the same model.", form="name", example=["chat"])
+    )
+    fallbacks: tuple[str, ...] = field(
+        default=(),
+        metadata=about("Models that take its requests, in this order, while it has no endpoint that can.", form="name"),
+    )
+    context_tokens: int = field(
+        default=0, metadata=about("Longest prompt plus answer, in tokens; 0: unknown.", minimum=0)
+    )
+    scaling: Scaling = field(factory=Scaling, metadata=about("How many replicas of it run."))
     external: External | None = None
     adapters: tuple[Adapter, ...] = ()
-    profiles: tuple[Profile, ...] = ()
+    profiles: tuple[Profile, ...] = field(
+        default=(), metadata=about("Ways to run it on a node, one table each; without one nothing is started.")
+    )

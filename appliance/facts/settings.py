@@ -14,7 +14,10 @@ from collections.abc import Mapping
 import attrs
 from attrs import field
 
+from appliance.facts.address import Address as Address
+from appliance.facts.agent import AgentSettings
 from appliance.facts.bands import AdmissionSettings
+from appliance.facts.catalog import Model as Model
 from appliance.facts.endpoint import ENGINES, Endpoint
 from appliance.facts.keys import about
 
@@ -22,30 +25,19 @@ NOT_YET: Mapping[str, str] = {
     "auth": "keys for the door",
     "store": "the database of keys, accounts and usage",
     "control": "placing and starting models on nodes",
-    "agent": "running engines on a node",
+    "agent.control_url": "a control plane that decides what runs on the node",
     "groups": "announced groups",
     "server.admin_listen": "the management API on a loopback TCP address",
     "server.public_url": "links in web pages",
     "models.groups": "announced groups joining a configured model",
-    "models.profiles": "ways to run a model on nodes",
-    "models.scaling": "replicas that follow the load",
+    "models.scaling.max_replicas": "replicas that follow the load",
+    "models.scaling.idle_s": "models that are stopped while nobody asks for them",
     "models.external": "models of outside providers",
     "models.adapters": "LoRA adapters under names of their own",
 }
 """Sections and keys of the interface whose feature is not built, with what they will be for. Using one is a fault,
 since an option that is accepted and does nothing is a lie. Whoever builds the feature deletes the row and adds the
 class."""
-
-
-@attrs.frozen
-class Address:
-    """An address to listen on: `host` is numeric (IPv4 or IPv6, without brackets), `port` 0 lets the kernel choose."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @attrs.frozen
@@ -184,23 +176,6 @@ class EndpointEntry:
 
 
 @attrs.frozen
-class Model:
-    """A name clients ask for. `context_tokens` 0 means unknown."""
-
-    name: str = field(metadata=about("The name clients ask for; unique.", form="name", example="llama"))
-    aliases: tuple[str, ...] = field(
-        default=(), metadata=about("Further names for the same model.", form="name", example=["chat"])
-    )
-    fallbacks: tuple[str, ...] = field(
-        default=(),
-        metadata=about("Models that take its requests, in this order, while it has no endpoint that can.", form="name"),
-    )
-    context_tokens: int = field(
-        default=0, metadata=about("Longest prompt plus answer, in tokens; 0: unknown.", minimum=0)
-    )
-
-
-@attrs.frozen
 class Weights:
     """How much each scorer counts in the choice of an endpoint; each scorer gives 0 to 1, and 0 here silences it."""
 
@@ -277,12 +252,13 @@ class Settings:
         default=(), metadata=about("Engines that run already, one table each.", entry=EndpointEntry)
     )
     models: tuple[Model, ...] = field(
-        default=(), metadata=about("Names with aliases and fallbacks; endpoints serve their own names without it.")
+        default=(), metadata=about("Names with aliases and fallbacks, and ways to run them.")
     )
     admission: AdmissionSettings = field(
         factory=AdmissionSettings, metadata=about("Who may proceed now: bands, queues, fairness.")
     )
     scheduling: Scheduling = field(factory=Scheduling, metadata=about("How an endpoint is chosen."))
+    agent: AgentSettings = field(factory=AgentSettings, metadata=about("One node with hardware, and its engines."))
     tracing: Tracing = field(factory=Tracing, metadata=about("Spans over OTLP/HTTP."))
     logging: Logging = field(factory=Logging, metadata=about("Log lines on standard error."))
     state_dir: str = "/var/lib/appliance"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from appliance.cli.config.quote import toml_value
 from appliance.facts import bands
+from appliance.facts.catalog import Scaling
 from appliance.facts.errors import Fault
 from appliance.facts.settings import Address, Settings
 
@@ -23,7 +24,11 @@ def check(settings: Settings, faulty: Collection[str] = ()) -> list[Fault]:
 def _listeners(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
     server = settings.server
     seen: dict[Address, str] = {}
-    for path, addresses in (("server.listen", server.listen), ("server.metrics_listen", server.metrics_listen)):
+    for path, addresses in (
+        ("server.listen", server.listen),
+        ("server.metrics_listen", server.metrics_listen),
+        ("agent.listen", settings.agent.listen),
+    ):
         if any(fault.startswith(path) for fault in faulty):
             continue
         for i, address in enumerate(addresses):
@@ -156,6 +161,23 @@ def _bands(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
         yield from bands.faults(settings.admission)
 
 
+def _ports(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
+    ports = settings.agent.port_range
+    if any(path.startswith("agent.port_range") for path in faulty):
+        return
+    if len(ports) != 2 or not 1024 <= ports[0] <= ports[1] <= 65535:
+        yield Fault(
+            "agent.port_range", f"expected the first and the last port, from 1024 to 65535, got {toml_value(ports)}"
+        )
+
+
+def _profiles(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
+    if any(model.profiles or model.scaling != Scaling() for model in settings.models):
+        from appliance.cli.config import profiles  # only who runs engines pays for their planners
+
+        yield from profiles.faults(settings.models, faulty)
+
+
 _RULES: tuple[Callable[[Settings, Collection[str]], Iterator[Fault]], ...] = (
     _listeners,
     _socket,
@@ -166,4 +188,6 @@ _RULES: tuple[Callable[[Settings, Collection[str]], Iterator[Fault]], ...] = (
     _aliases,
     _fallbacks,
     _bands,
+    _ports,
+    _profiles,
 )

@@ -32,7 +32,7 @@ def _keys(section: Field, path: str, mark: str, entry: object = None) -> str:
     """The keys before the inner sections: a key after the header of an inner table would belong to that one."""
     text = ""
     for field in fields_of(section.type):
-        if field.shape in ("list", "value"):
+        if field.shape in ("list", "map", "value"):
             value = example_value(field) if entry is None else plain(getattr(entry, field.name))
             text += f"# {doc(field)}\n#{field.name} = {toml_value(value)}\n"
     inner = [field for field in fields_of(section.type) if field.shape in ("table", "tables")]
@@ -40,8 +40,8 @@ def _keys(section: Field, path: str, mark: str, entry: object = None) -> str:
 
 
 def doc(field: Field) -> str:
-    """The line of meaning, with an example where an empty list would not show what goes into it."""
-    if field.default == () and field.key.example:
+    """The line of meaning, with an example where an empty list or table would not show what goes into it."""
+    if field.default in ((), {}) and field.key.example:
         return f"{field.key.doc.rstrip('.')}, for example {toml_value(field.key.example)}."
     return field.key.doc
 

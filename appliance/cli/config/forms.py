@@ -99,6 +99,25 @@ def name(text: str) -> str:
     return text
 
 
+def word(text: str) -> str:
+    if text and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", text):
+        raise Mismatch
+    return text
+
+
+def ip(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text)) if text else ""
+    except ValueError:
+        raise Mismatch from None
+
+
+def program(text: str) -> str:
+    if not text or text != text.strip():
+        raise Mismatch
+    return text
+
+
 def _split(text: str) -> SplitResult:
     """An http or https URL with a valid host. Spaces are refused first: `urlsplit` drops some of them silently."""
     if re.search(r"\s", text) or UNPRINTABLE.search(text):
@@ -135,6 +154,9 @@ FORMS: dict[str, Form] = {
     "collector": Form("http:// or https:// with a host", collector),
     "origin": Form('an origin such as "https://chat.example.org" (scheme, host, port if unusual, no path)', origin),
     "network": Form('an address or a network such as "10.0.0.0/24"', network),
+    "word": Form("at most 63 letters, digits and . _ -, a letter or digit first", word),
+    "ip": Form('a numeric address such as "10.0.0.5"', ip),
+    "program": Form("the name or the path of a program", program),
     "name": Form("a name without spaces around it", name),
     "file": Form("the path of a file", str),
     "key_file": Form("the path of a file", str),

@@ -77,6 +77,15 @@ def load(
     return Loaded(settings, origins, file)
 
 
+def without_engines(loaded: Loaded) -> Loaded:
+    """`loaded`, for a process that starts no engines. Raises `ConfigError` where it holds some."""
+    if any(model.profiles for model in loaded.settings.models):
+        from appliance.cli.config.profiles import without_a_control_plane
+
+        raise ConfigError(without_a_control_plane(loaded.settings))
+    return loaded
+
+
 def admin_sockets(
     path: str | os.PathLike[str] | None, environ: Mapping[str, str], *, uid: int | None = None
 ) -> tuple[str, ...]:
@@ -145,6 +154,7 @@ class _Origin:
             (len(layer.path), number, layer.origin)
             for number, layer in enumerate(self.layers)
             if re.match(re.escape(".".join(layer.path)) + r"(?:$|[.\[])", key)
+            or ".".join(layer.path).startswith(f"{key}.")  # an entry of a table that is one key
         ]
         return max(over)[2] if over else "file"
 

@@ -63,11 +63,11 @@ def read(text: str, field: Field) -> Any:
     Anything else that is no TOML comes back as text too, and is refused where its type is looked at.
     Raises `tomllib.TOMLDecodeError` where a table was wanted, since only TOML can say where it broke.
     """
-    wants_text = field.type is str or field.type in TYPES
+    wants_text = field.shape in ("value", "list") and (field.type is str or field.type in TYPES)
     try:
         document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        if field.shape in ("table", "tables"):
+        if field.shape in ("table", "tables", "map"):
             raise
         return text
     except RecursionError:
@@ -97,7 +97,10 @@ def _find(path: tuple[str, ...]) -> Field | None:
     found: Field | None = None
     for part in path:
         if cls is None:
-            return None
+            # An entry of a table whose names are known: others may be in mixed case, which a variable cannot tell.
+            if found is None or found.shape != "map" or part not in found.key.choices or part != path[-1]:
+                return None
+            return attrs.evolve(found, name=part, shape="value", key=attrs.evolve(found.key, choices=()))
         found = next((field for field in fields_of(cls) if field.name == part), None)
         if found is None:
             return None
@@ -112,5 +115,5 @@ def _meant(variable: str) -> str:
         if section.shape == "tables" and re.match(f"{whole}_", variable):
             return f"; the whole list is given as {whole}='[{{...}}]'"
     known = [PREFIX + key.upper().replace(".", "__") for key in every_key() if _find(tuple(key.split(".")))]
-    close = difflib.get_close_matches(variable.upper(), known, 1, 0.8)
+    close = difflib.get_close_matches(variable.upper(), known, 1, 0.8) if variable != PREFIX else []
     return f"; did you mean {close[0]}?" if close else ""

@@ -26,9 +26,13 @@ def toml_value(value: object) -> str:
         case list() | tuple():
             return f"[{', '.join(map(toml_value, value))}]"
         case Mapping():
-            return f"{{ {', '.join(f'{k} = {toml_value(v)}' for k, v in value.items())} }}" if value else "{}"
+            return f"{{ {', '.join(f'{_name(k)} = {toml_value(v)}' for k, v in value.items())} }}" if value else "{}"
         case _:
             return toml_value(str(value))
+
+
+def _name(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def _shown(char: str) -> str:

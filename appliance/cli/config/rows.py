@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import attrs
@@ -9,6 +11,8 @@ import attrs
 from appliance.cli.config.loaded import Loaded
 from appliance.cli.config.quote import masked, toml_value
 from appliance.cli.config.schema import leaves
+
+_SECRET = re.compile("token|key|secret|password|credential", re.I)
 
 __all__ = ["Row", "plain", "show", "toml_value"]
 
@@ -22,7 +26,8 @@ class Row(NamedTuple):
 
 
 def show(loaded: Loaded) -> list[Row]:
-    """Every key with its effective value. Secrets lie in files, so only URLs can hold one, and theirs is masked."""
+    """Every key with its effective value. Secrets lie in files, so only URLs and an engine's environment can hold one;
+    both are masked."""
     return [Row(path, _masked(plain(value)), loaded.origins[path]) for path, _, value in leaves(loaded.settings)]
 
 
@@ -33,6 +38,8 @@ def plain(value: object) -> Any:
             return value
         case tuple():
             return [plain(item) for item in value]
+        case Mapping():
+            return {name: plain(item) for name, item in value.items()}
         case _ if attrs.has(type(value)):
             return str(value)
         case _:
@@ -45,5 +52,7 @@ def _masked(value: Any) -> Any:
             return masked(value)
         case list():
             return [_masked(item) for item in value]
+        case dict():
+            return {name: "***" if _SECRET.search(name) else _masked(item) for name, item in value.items()}
         case _:
             return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -18,14 +18,15 @@ from appliance.facts.settings import NOT_YET, Settings
 class Field:
     """One name an operator may write.
 
-    `shape`: "table" is a section of its own, "tables" a list of them ([[...]]), "list" a list of single values, "value"
-    one value. `type` is the class of the section, of one entry, or of one value. `default` is `attrs.NOTHING` where the
+    `shape`: "table" is a section of its own, "tables" a list of them ([[...]]), "list" a list of single values, "map" a
+    table whose names the operator chooses, with a string for each, "value" one value. `type` is the class of the
+    section, of one entry, or of one value. `default` is `attrs.NOTHING` where the
     key must be given.
     """
 
     name: str
     key: Key
-    shape: Literal["table", "tables", "list", "value"]
+    shape: Literal["table", "tables", "list", "map", "value"]
     type: type
     default: Any
 
@@ -58,6 +59,8 @@ def _field(name: str, key: Key, hint: Any, default: Any) -> Field:
     if typing.get_origin(hint) is tuple:
         item = key.entry or typing.get_args(hint)[0]
         return Field(name, key, "tables" if is_section(item) else "list", item, default)
+    if typing.get_origin(hint) is Mapping:
+        return Field(name, key, "map", typing.get_args(hint)[1], default)
     return Field(name, key, "table" if is_section(hint) else "value", hint, default)
 
 

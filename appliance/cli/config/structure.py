@@ -26,6 +26,7 @@ LARGEST_INT = 2**63 - 1
 """TOML's own bound on whole numbers, which the parser does not hold files to."""
 
 _UNITS = (("_s", " of seconds"), ("_bytes", " of bytes"), ("_tokens", " of tokens"))
+_NAME = re.compile(r"[A-Za-z0-9_./-]+")
 _FAULTY = object()
 
 
@@ -93,6 +94,9 @@ class Walk:
             case "list":
                 self.given.add(path)
                 return self._list(field, raw, path)
+            case "map":
+                self.given.add(path)
+                return self._map(field, raw, path)
             case _:
                 self.given.add(path)
                 value = self._value(field, raw, path)
@@ -113,6 +117,22 @@ class Walk:
         if field.type is str:  # keeps its place by a text that no other item can equal, so that paths still count right
             values = [f"\0{here}" if value is _FAULTY else value for value, here in zip(values, paths, strict=True)]
         return tuple(value for value in values if value is not _FAULTY)
+
+    def _map(self, field: Field, raw: Any, path: str) -> Any:
+        """A table of strings; `choices` of its key are the names it may hold."""
+        if not isinstance(raw, dict):
+            self._fault(path, f"a table, each {expected(field)}", raw)
+            return field.default
+        values = {}
+        for name, item in raw.items():
+            here = f"{path}.{name}" if _NAME.fullmatch(name) else f"{path}.{toml_value(name)}"
+            if field.key.choices and name not in field.key.choices:
+                self.faults.append(Fault(here, f"expected one of {', '.join(field.key.choices)}"))
+            elif not _NAME.fullmatch(name):
+                self.faults.append(Fault(here, "expected a name of letters, digits and _ . / -"))
+            else:
+                values[name] = self._value(attrs.evolve(field, key=attrs.evolve(field.key, choices=())), item, here)
+        return {name: value for name, value in values.items() if value is not _FAULTY}
 
     def _value(self, field: Field, raw: Any, path: str) -> Any:
         """`raw` as a value of the field's type, or `_FAULTY` once the fault is noted."""
@@ -138,7 +158,7 @@ class Walk:
             raise Mismatch
         if UNPRINTABLE.search(raw):
             raise Mismatch("a string without control characters")
-        if key.form in PATHS and raw:
+        if raw and (key.form in PATHS or (key.form == "program" and "/" in raw)):
             raw = os.path.normpath(os.path.join(self.folder_of(path), raw))
         form = _form(field)
         return form.parse(raw) if form else raw
@@ -156,6 +176,9 @@ class Walk:
 def expected(field: Field) -> str:
     """What one value of the field must be, in words that follow "expected"."""
     key = field.key
+    if field.shape == "map":
+        form = _form(field)
+        return form.expected if form else "a string"
     if key.choices:
         words = [toml_value(choice) for choice in key.choices]
         return " or ".join([", ".join(words[:-1]), words[-1]])

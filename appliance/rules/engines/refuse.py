@@ -7,6 +7,7 @@ card of another kind slows down or stops the rest. So whatever can be known befo
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from appliance.facts.catalog import LAUNCH_MODES, LAUNCHABLE, Profile
 from appliance.facts.errors import Fault
@@ -53,7 +54,7 @@ def refusals(shard: Shard, site: Site, engine: Engine) -> list[str]:
         *_files(shard, site),
         *_names(shard),
         *owned_flags(shard.profile.args, engine.owned),
-        *_variables(shard, engine),
+        *variables(shard.profile.env, engine),
     ]
 
 
@@ -164,12 +165,13 @@ def _names(shard: Shard) -> list[str]:
     return found
 
 
-def _variables(shard: Shard, engine: Engine) -> list[str]:
+def variables(env: Mapping[str, str], engine: Engine) -> list[str]:
+    """Reasons against the variables that a profile sets, for the loader of the configuration and before a launch."""
     owned = (*environment.OWNED, *engine.owned_env)
-    found = [f"env: {name} is set by the agent" for name in shard.profile.env if name in owned]
+    found = [f"env: {name} is set by the agent" for name in env if name in owned]
     found += [
         f"env: {name} must not be empty"
-        for name, text in shard.profile.env.items()
+        for name, text in env.items()
         if name.startswith("NCCL_") and not text and name not in owned
     ]
     return found
