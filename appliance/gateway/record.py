@@ -35,7 +35,7 @@ class Record:
 
     `attempts` are those that failed, in order; `steps` tell when each of them was over and what was done next (a client
     that left ends the last one without a step). `promises` are the deadlines that held, None before the first dispatch.
-    `tickets` are its places in line, one per model that was asked.
+    `tickets` are its places in line, one per model that was asked. `trace` is None where tracing is off.
     """
 
     code = 0
