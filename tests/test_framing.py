@@ -130,10 +130,27 @@ def test_the_longest_lines() -> None:
     assert Chunked().feed(line + b"hello") == [b"hello"]
     with pytest.raises(BadFraming):
         Chunked().feed(b"5;a" + line[2:] + b"hello")
+    for length, verdict in ((MAX_TRAILER_BYTES, (b"", TAIL)), (MAX_TRAILER_BYTES + 1, None)):
+        trailers = b"x: " + b"a" * (length - 7) + b"\r\n\r\n"
+        raw = b"0\r\n" + trailers + TAIL
+        assert len(trailers) == length
+        assert verdict_of([raw]) == verdict
+        assert verdict_of([raw[place : place + 1] for place in range(len(raw))]) == verdict
+
+
+def test_what_is_still_to_come_of_a_chunk() -> None:
     cutter = Chunked()
-    cutter.feed(b"0\r\nx: " + b"a" * (MAX_TRAILER_BYTES - 10))
-    with pytest.raises(BadFraming):
-        cutter.feed(b"a" * 20)
+    for data, left in (
+        (b"", 0),
+        (b"a", 0),
+        (b"\r\n", 10),
+        (b"abc", 7),
+        (b"defghij", 0),
+        (b"\r\n0", 0),
+        (b"\r\n\r\n", 0),
+    ):
+        cutter.feed(data)
+        assert cutter.left == left
 
 
 @given(st.binary(min_size=1, max_size=300))
@@ -151,8 +168,8 @@ def test_chunk_makes_what_is_read(data: bytes) -> None:
 def test_h11_reads_the_same(parts: list[bytes]) -> None:
     """Whatever is accepted here is the same body to h11; cut byte by byte, the verdict is the same as whole."""
     raw = b"".join(parts)
-    whole = verdict([raw] if raw else [])
-    assert verdict([raw[place : place + 1] for place in range(len(raw))]) == whole
+    whole = verdict_of([raw] if raw else [])
+    assert verdict_of([raw[place : place + 1] for place in range(len(raw))]) == whole
     if whole is None:
         return
     http = h11.Connection(h11.SERVER)
@@ -165,7 +182,7 @@ def test_h11_reads_the_same(parts: list[bytes]) -> None:
     assert (payload, bytes(http.trailing_data[0])) == whole
 
 
-def verdict(pieces: list[bytes]) -> tuple[bytes, bytes] | None:
+def verdict_of(pieces: list[bytes]) -> tuple[bytes, bytes] | None:
     try:
         cutter = Chunked()
         payload = rest = b""

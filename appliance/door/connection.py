@@ -277,7 +277,7 @@ class Connection:
                     piece = b"".join(cutter.feed(data))
                 except framing.BadFraming as error:
                     raise Refusal(400, "bad_request", f"malformed chunked body: {error}") from None
-                if body.size + len(piece) > self._limits.max_body_bytes:
+                if body.size + len(piece) + cutter.left > self._limits.max_body_bytes:
                     raise self._too_large()
                 self._buffers.reserve(len(piece))
                 self._reserved += len(piece)

@@ -40,6 +40,11 @@ class Chunked:
     def between(self) -> bool:
         return self._left == 0
 
+    @property
+    def left(self) -> int:
+        """How many bytes of payload are still to come in the present chunk."""
+        return max(0, self._left - 2)
+
     def feed(self, data: bytes) -> list[bytes]:
         """Take the next bytes of the connection. Raises BadFraming; the body is lost then."""
         pieces: list[bytes] = []
@@ -99,7 +104,7 @@ class Chunked:
         else:
             stop = data.find(b"\r\n\r\n", after) + 4
             if stop < 4:
-                if len(data) - after > MAX_TRAILER_BYTES:
+                if len(data) - after >= MAX_TRAILER_BYTES:
                     raise BadFraming("trailers without end")
                 if self._plain and not b"\r".startswith(data[after:]):
                     raise BadFraming("a trailer")
@@ -109,6 +114,8 @@ class Chunked:
                 return
         if self._plain and stop != after + 2:
             raise BadFraming("a trailer")
+        if stop - after > MAX_TRAILER_BYTES:
+            raise BadFraming("trailers without end")
         if _TRAILER.fullmatch(data, after, stop) is None:
             raise BadFraming("malformed trailer")
         self.done = True
