@@ -116,6 +116,8 @@ class FakeEngine:
     script: Script
     id: str = "a"
     models: tuple[str, ...] = (MODEL,)
+    capacity: int = 1000
+    """As the configuration tells it: scripts answer whoever comes, so that nobody waits unless a test says so."""
     asked: list[Asked] = attrs.field(factory=list)
     connections: int = 0
 
@@ -127,7 +129,7 @@ class FakeEngine:
     def toml(self) -> str:
         """The engine as an `[[endpoints]]` table."""
         models = json.dumps(list(self.models))
-        return f'[[endpoints]]\nid = "{self.id}"\nurl = "{self.url}"\nmodels = {models}\n'
+        return f'[[endpoints]]\nid = "{self.id}"\nurl = "{self.url}"\nmodels = {models}\ncapacity = {self.capacity}\n'
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         self.connections += 1

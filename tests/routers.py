@@ -5,7 +5,7 @@
 
 In the same process, so that a test can look into it (`door.app`) and let time pass (`door.later`), and so that it costs
 milliseconds. The ports are the kernel's choice. When the block ends without an error, every connection of the test is
-closed and the router must be as if nothing had happened: no request live, no lease out, no byte held
+closed and the router must be as if nothing had happened: no request live or in line, no lease out, no byte held
 (`Running.settled`). For a router as a process there is `tests/operator_router.py`.
 """
 
@@ -92,6 +92,9 @@ class Running:
         assert not app.gateway.books.live
         assert {member.id: member.in_flight for member in app.gateway.table.members.values() if member.in_flight} == {}
         assert app.buffers.held_bytes == 0
+        rules = app.gateway.gate.rules
+        assert (rules.lines.count, rules.leased) == (0, set())
+        assert {load.id for load in rules.loads.values() if not load.idle or load.proven or load.unproven} == set()
 
 
 @asynccontextmanager

@@ -393,32 +393,68 @@ def test_each_first_content_opens_one_place() -> None:
     assert subject.began(tickets[5], 1.0) == ()  # still waiting: nothing to prove
 
 
-def test_without_samples_an_answer_proves_all_that_was_started_before_its_end() -> None:
+def test_without_samples_an_answer_proves_what_ran_beside_it() -> None:
     load = Load("e")
     first, second, third, fourth = (Ticket("m", "silver") for _ in range(4))
-    for ticket in (first, second):
-        load.send(ticket, 0.0)
+    load.send(first, 0.0)
+    load.send(second, 0.1)
     assert not load.open
-    load.end(second, 0.0, answered=True)  # sent after the first, which has not ended: both were running
+    load.end(second, 1.1, answered=True, tokens=10)  # sent after the first, which has not ended: both were running
     assert (load.mark, load.open) == (2, True)
-    for ticket in (third, fourth):
-        load.send(ticket, 0.0)
-    load.end(fourth, 0.0, answered=False)  # broke off: says nothing
-    load.end(first, 0.0, answered=True)  # the oldest: says no more than that it ran
+    load.send(third, 1.2)
+    load.send(fourth, 1.2)
+    load.end(fourth, 2.2, answered=False, tokens=10)  # broke off: says nothing
+    load.end(first, 2.2, answered=True, tokens=0)  # no length is known: nor does this
     assert load.mark == 2
-    load.end(third, 0.0, answered=True)
+    load.end(third, 2.2, answered=True, tokens=10)
     assert (load.mark, load.inflight, len(load.unproven)) == (2, 0, 0)
 
 
-def test_without_samples_a_stream_counts_those_seen_running_beside_it() -> None:
+def test_without_samples_answers_that_end_together_ran_together() -> None:
     load = Load("e")
     tickets = [Ticket("m", "silver") for _ in range(4)]
-    for ticket in tickets[:3]:
+    for ticket in tickets:
         load.send(ticket, 0.0)
-        load.prove(ticket)
-    load.send(tickets[3], 0.0)
-    load.end(tickets[0], 0.0, answered=True)
-    assert load.mark == 3
+    for ticket in tickets:
+        load.end(ticket, 1.0, answered=True, tokens=10)
+    assert load.mark == 4
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.04])
+def test_without_samples_answers_that_end_one_by_one_ran_one_by_one(late_s: float) -> None:
+    load = Load("e")
+    tickets = [Ticket("m", "silver") for _ in range(6)]
+    for at, ticket in enumerate(tickets):
+        load.send(ticket, max(0.0, at - 2.0))  # two wait behind the one that runs
+    for at, ticket in enumerate(tickets, 1):
+        load.end(ticket, at + late_s * (at % 2), answered=True, tokens=10)
+    assert load.mark == 1
+
+
+def test_without_samples_short_answers_prove_nothing() -> None:
+    """Their ends are read in any order."""
+    load = Load("e")
+    tickets = [Ticket("m", "silver") for _ in range(4)]
+    for ticket in tickets:
+        load.send(ticket, 0.0)
+    for ticket in tickets:
+        load.end(ticket, 0.1, answered=True, tokens=10)
+    assert load.mark == 0
+
+
+@pytest.mark.parametrize(("seen_at", "mark"), [(0.1, 3), (0.9, 1)])
+def test_without_samples_a_stream_counts_those_seen_running_while_it_ran_for_certain(seen_at: float, mark: int) -> None:
+    """What came later may have taken its place: its end and their first content are read in any order."""
+    load = Load("e")
+    first, *others = (Ticket("m", "silver") for _ in range(3))
+    load.send(first, 0.0)
+    load.prove(first, 0.05)
+    for ticket in others:
+        load.send(ticket, 0.0)
+        load.prove(ticket, seen_at)
+    load.send(Ticket("m", "silver"), 0.0)
+    load.end(first, 1.0, answered=True, tokens=10)
+    assert load.mark == mark
 
 
 def test_an_outside_provider_has_no_batch_to_overfill() -> None:

@@ -99,10 +99,10 @@ class House:
         self.begun.add(ticket)
         self.woken(self.admission.began(ticket, self.now))
 
-    def finish(self, ticket: Ticket, answered: bool, work: int | None) -> None:
+    def finish(self, ticket: Ticket, answered: bool, work: int | None, tokens: int = 0) -> None:
         del self.running[ticket]
         self.begun.discard(ticket)
-        self.woken(self.admission.finished(ticket, self.now, answered, work))
+        self.woken(self.admission.finished(ticket, self.now, answered, work, tokens))
 
     def leave(self, ticket: Ticket) -> None:
         self.waiting.discard(ticket)
@@ -245,9 +245,14 @@ class Machine(RuleBasedStateMachine):
         self.house.begin(self.pick(self.house.running, which))
 
     @precondition(lambda self: self.house.running)
-    @rule(which=st.integers(0, 99), answered=st.booleans(), work=st.none() | st.integers(1, 9000))
-    def finish(self, which: int, answered: bool, work: int | None) -> None:
-        self.house.finish(self.pick(self.house.running, which), answered, work)
+    @rule(
+        which=st.integers(0, 99),
+        answered=st.booleans(),
+        work=st.none() | st.integers(1, 9000),
+        tokens=st.sampled_from([0, 1, 40, 1000]),
+    )
+    def finish(self, which: int, answered: bool, work: int | None, tokens: int) -> None:
+        self.house.finish(self.pick(self.house.running, which), answered, work, tokens)
 
     @rule(which=st.integers(0, 99), granted=st.booleans())
     def cancel(self, which: int, granted: bool) -> None:
@@ -324,7 +329,7 @@ def happen(house: House, what: str, rng: Random) -> None:
             house.begin(rng.choice(list(house.running)))
         case "finish" if house.running:
             for ticket in rng.sample(list(house.running), min(3, len(house.running))):
-                house.finish(ticket, rng.random() < 0.9, rng.choice((None, rng.randint(1, 9000))))
+                house.finish(ticket, rng.random() < 0.9, rng.choice((None, rng.randint(1, 9000))), rng.choice((0, 300)))
         case "cancel":
             tickets = in_order([*house.waiting, *house.granted, *house.running])
             if tickets:

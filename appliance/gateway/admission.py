@@ -38,7 +38,7 @@ class Gate:
         self.rules = Admission(settings)
         self._table = table
         self._typical: dict[str, Typical] = {}
-        self._open: tuple[str, ...] = ()
+        self._open: tuple[tuple[str, bool], ...] = ()
 
     # -- a request's way ---------------------------------------------------------------------------------------------
 
@@ -79,9 +79,11 @@ class Gate:
         """Give the ticket back. `answered`: the engine gave its whole answer, and `tally` counted it."""
         work: int | None = None
         tokens = 0
-        if answered and tally is not None and tally.reported:
-            tokens = tally.completion_tokens // answer_count(call.ask)
-            if ticket.rotation is not None:
+        if answered and tally is not None:
+            tokens = tally.content_events
+            if tally.reported:
+                tokens = tally.completion_tokens // answer_count(call.ask)
+            if tally.reported and ticket.rotation is not None:
                 # Only those that waited are charged, so only they teach what requests of this model cost.
                 typical = self._typical.setdefault(ticket.model, Typical())
                 typical.learn(prompt_bytes(call.ask), tally.prompt_tokens, tokens)

@@ -17,18 +17,22 @@ the engine reports none waiting, it is doubted after `DOUBT_S`, which lets 2 bey
 again; each doubt that ends the same way doubles the time to the next. Never doubting would keep a wrong small figure
 for ever, since a pool held below it cannot show more.
 
-First contents are not kept as a mark: the end of one answer and the first content of the next arrive in any order, so
-there can be one more of them than the batch holds, and remembering that would let 3 wait. Of an endpoint that is not
-scraped, ends are, since clients that do not stream give no other proof. A complete answer proves two things:
+First contents are not kept as a mark: ends of answers and first contents of the next arrive in any order, so there can
+be more of them than the batch holds, and remembering that would let ever more wait. Of an endpoint that is not scraped,
+ends are kept, since clients that do not stream give no other proof. An answer cannot have been made faster than the
+fastest was (`_pace`, seconds per token), so it ran for certain during so long a time before its end. At the beginning
+of that time these ran together with it:
 
-- at its end it ran together with all others that are known to have started and have not ended: those whose content
-  came and, since engines start requests in the order they came, those sent before it;
-- it cannot have been made faster than the fastest answer was (`_pace`, seconds per token), so it ran at the moment so
-  long before its end, and together with it did all that were sent before it and ended after that moment. This is what
-  tells a batch from a queue when answers come in the order of their requests: in a batch of 8 they are together, behind
-  one slot they are an answer's length apart. An engine that is slower the more it does proves less than it runs, which
-  errs to the safe side: with answers of equal length such an endpoint may stay below its batch until somebody says its
-  `capacity`.
+- those that have ended since, and ran for certain at that moment by the same measure. This tells a batch from a queue
+  even when answers come in the order of their requests: in a batch of 8 they are together, behind one slot they are an
+  answer's length apart;
+- those that have not ended and whose first content had come by then, or that were sent clearly before it: engines start
+  requests in the order they come, but what is sent at one moment comes in any order.
+
+It errs to the safe side. An answer of less than about 0.1 s proves nothing, because its end and those before it may be
+read in any order; nor does one without tokens (embeddings). An engine that is slower the more it does proves less than
+it runs. So an endpoint that is not scraped, and whose clients do not stream, may stay below its batch until somebody
+tells its `capacity`.
 """
 
 from __future__ import annotations
@@ -56,9 +60,11 @@ PINS = 3
 """Samples in a row that pin the high-water mark down as the capacity."""
 DOUBT_S = 30.0
 DOUBT_MOST_S = 3600.0
-CERTAIN = 0.8
-"""Share of the shortest possible time of an answer for which it is believed to have run: ends are read late, starts
-are not seen."""
+CERTAIN = 0.85
+"""Share of the shortest possible time of an answer for which it is believed to have run; twice `LATE_S` at least, or it
+proves nothing."""
+LATE_S = 0.05
+"""How late an end may be read when the router is busy: until then it looks like an answer that still runs."""
 REMEMBERED_ENDS = 512
 
 
@@ -96,7 +102,7 @@ class Load:
         "_peak",
         "_pins",
         "_said",
-        "_sent",
+        "_seen",
         "_turned",
         "capacity",
         "crowded",
@@ -113,7 +119,6 @@ class Load:
         "leased",
         "mark",
         "open",
-        "proven",
         "saturation",
         "silent_until",
         "unproven",
@@ -127,7 +132,7 @@ class Load:
         self.lanes: tuple[Lane, ...] = ()  # the models it serves; none once it has left the table
         self.inflight = 0
         self.leased = 0
-        self.proven = 0
+        self._seen: dict[Ticket, None] = {}  # known to run
         self.unproven: dict[Ticket, None] = {}  # in the order they were sent
         self.waiting = 0
         self.kv = 0.0
@@ -143,13 +148,16 @@ class Load:
         self._turned = False
         self._doubt_s = DOUBT_S
         self._doubt_at = 0.0
-        self._sent = 0
-        self._ended: deque[tuple[int, float]] = deque(maxlen=REMEMBERED_ENDS)  # place in the order of sending, time
+        self._ended: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_ENDS)  # since when it ran for certain, end
         self._pace = float("inf")
         self.capacity = capacity
         self.saturation = 0.0
         self.open = True
         self.crowded = False
+
+    @property
+    def proven(self) -> int:
+        return len(self._seen)
 
     @property
     def idle(self) -> bool:
@@ -194,17 +202,15 @@ class Load:
         self.inflight += 1
         if self.inflight > self._peak:
             self._peak = self.inflight
-        self._sent += 1
-        ticket.sent = self._sent
         ticket.sent_at = now
         self.unproven[ticket] = None
 
-    def prove(self, ticket: Ticket) -> None:
+    def prove(self, ticket: Ticket, now: float) -> None:
         """The ticket is known to run. Does nothing the second time."""
         if ticket in self.unproven:
             del self.unproven[ticket]
-            ticket.proven = True
-            self.proven += 1
+            ticket.proven_at = now
+            self._seen[ticket] = None
             self._weigh()
 
     def end(self, ticket: Ticket, now: float, answered: bool, tokens: int = 0) -> None:
@@ -212,9 +218,8 @@ class Load:
         self.inflight -= 1
         if answered and self.heard_at is None and not self.capacity and not self.elastic:
             self._learn_of_end(ticket, now, tokens)
-        if ticket.proven:
-            ticket.proven = False
-            self.proven -= 1
+        if ticket in self._seen:
+            del self._seen[ticket]
         else:
             del self.unproven[ticket]
         # Whoever ended either waited there or made way for one that did.
@@ -224,23 +229,27 @@ class Load:
         self._weigh()
 
     def _learn_of_end(self, ticket: Ticket, now: float, tokens: int) -> None:
-        """Raise the mark to what a complete answer proves (see above). The ticket is still counted among its kind."""
-        ran_at = now
-        if tokens:
-            self._pace = min(self._pace, (now - ticket.sent_at) / tokens)
-            ran_at -= CERTAIN * self._pace * tokens
-        together = 0
-        for sent, at in reversed(self._ended):
-            if at <= ran_at:
+        """Raise the mark to what a complete answer proves (see above), the ticket itself included."""
+        if not tokens:
+            return
+        self._pace = min(self._pace, (now - ticket.sent_at) / tokens)
+        certain_s = CERTAIN * self._pace * tokens
+        if certain_s < 2 * LATE_S:
+            return
+        ran_at = now - certain_s
+        together = 1
+        for since, until in reversed(self._ended):
+            if until <= ran_at + LATE_S:
                 break
-            together += sent < ticket.sent
-        self._ended.append((ticket.sent, now))
-        started = self.proven
-        if not ticket.proven:
-            before = next(i for i, earlier in enumerate(self.unproven) if earlier is ticket)
-            started += 1 + before
-            together += 1 + before
-        self.mark = max(self.mark, started, together)
+            together += since <= ran_at
+        for other in self._seen:
+            together += other.proven_at <= ran_at and other is not ticket
+        for other in self.unproven:
+            if other.sent_at > ticket.sent_at - LATE_S:
+                break
+            together += 1
+        self._ended.append((ran_at, now))
+        self.mark = max(self.mark, together)
 
     # -- what the engine says ----------------------------------------------------------------------------------------
 
@@ -329,5 +338,5 @@ class Load:
             self.open = True
             self.crowded = running >= self.capacity + OVERHANG
         else:
-            self.open = self.elastic or running < max(self.mark, self.proven) + UNPROVEN
+            self.open = self.elastic or running < max(self.mark, len(self._seen)) + UNPROVEN
             self.crowded = not self.open

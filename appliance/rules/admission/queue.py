@@ -108,7 +108,7 @@ class Admission:
         load = ticket.load
         if load is None or ticket.state != "running":
             return NOBODY
-        load.prove(ticket)
+        load.prove(ticket, now)
         return NOBODY if load.capacity else self._fill(load.lanes, now)
 
     def finished(

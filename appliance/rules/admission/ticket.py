@@ -57,13 +57,12 @@ class Ticket:
     load: Load | None = None  # where its lease is booked, later where it runs
     number = 0  # order of arrival among those that waited
     pool = ""  # the pool it was let in for; the choice of an endpoint begins there
-    proven = False  # known to run, not just to have been sent
+    proven_at = 0.0  # when it was known to run, not just to have been sent
     rank = 0  # of its band: 0 is the highest
     refusal: Refusal | None = None
     rotation: Rotation | None = None  # where its turn was charged; None for one that did not wait
     saturation = 0.0
-    sent = 0  # its place in the order of those sent to its endpoint, and when that was
-    sent_at = 0.0
+    sent_at = 0.0  # when it went to its present endpoint
     share = 0.0  # its tenant's account after that charge
     state: State = "new"
 
