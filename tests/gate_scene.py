@@ -118,7 +118,8 @@ async def held(capacity: int, *, id: str = "a", model: str = MODEL) -> AsyncIter
                 nursery.cancel_scope.cancel()
             here.inside = [entry for entry in here.inside if entry[1] is not gone]
         if peer.open:
-            await peer.send(whole(200, CHAT))
+            usage = {"prompt_tokens": len(asked.body) // 4, "completion_tokens": 8}
+            await peer.send(whole(200, {**CHAT, "usage": usage}))
 
     async with fake_engine(script, id=id) as engine:
         engine.models = (model,)
