@@ -7,6 +7,7 @@ described in its record (`records.py`), and the next agent adopts it. Stopping a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -16,15 +17,15 @@ from typing import NoReturn
 import trio
 
 from appliance.agent import logs, procfs, records
-from appliance.agent.adopting import Found, sort_out
+from appliance.agent.adopting import Found, Sorted, sort_out
 from appliance.agent.discovery.reading import Ours
-from appliance.agent.ready import Patience
 from appliance.agent.records import Record
 from appliance.agent.scopes import find_scope
 from appliance.agent.shard import Node, ShardTree
 from appliance.facts.hardware import Gpu, Inventory
 from appliance.facts.replica import Shard
 from appliance.facts.report import Report
+from appliance.rules.engines.patience import Patience
 from appliance.rules.engines.ports import PortPool
 
 
@@ -38,7 +39,7 @@ class Shards:
     one shard's output; `memory_wait_s` is how long memory of GPUs may take to come back after a stop. `inventory` gives
     the node as last seen, `port_range` the first and last port (both usable), `environment` is the agent's own.
     `read_gpus` looks at the GPUs again (None: there are none to wait for). `bundle` is the folder of a frozen
-    executable, `patience` how long loading may take.
+    executable, `patience` how long loading may take. `sorted` says what `adopt` found and killed.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Shards:
         self._trees: dict[str, ShardTree] = {}
         self._nursery: trio.Nursery | None = None
         self._adopted = False
+        self.sorted = Sorted(())
         self._news = trio.Event()
 
     async def adopt(self) -> list[Report]:
@@ -93,8 +95,8 @@ class Shards:
         """
         await trio.to_thread.run_sync(self._store.open)
         self._node.scope = await find_scope(self._node.environment)
-        found = await trio.to_thread.run_sync(sort_out, self._store)
-        for each in found:
+        self.sorted = await trio.to_thread.run_sync(sort_out, self._store)
+        for each in self.sorted.found:
             self._add(each.record, each)
         self._adopted = True
         return list(self.reports().values())
@@ -120,7 +122,11 @@ class Shards:
         there = self._trees.get(shard.id)
         if there is not None and not there.report.ended:
             return
-        tree = self._add(self._store.new(shard, self._node.agent_id), None)
+        record = self._store.new(shard, self._node.agent_id, self._node.now())
+        # Where that fails, so will the start, and its report says so.
+        with contextlib.suppress(OSError):
+            self._store.write(record)
+        tree = self._add(record, None)
         if self._nursery is not None:
             self._nursery.start_soon(tree.live, name=f"shard {shard.id}")
 
@@ -141,6 +147,10 @@ class Shards:
             del self._trees[shard_id]
             self._store.remove(shard_id)
             self._changed()
+
+    def close(self) -> None:
+        """Give the state directory to the next agent, once `run` has ended. The end of the process does so too."""
+        self._store.close()
 
     def reports(self) -> dict[str, Report]:
         """What is known of every shard now, by its id."""
@@ -168,19 +178,16 @@ class Shards:
 
     def _add(self, record: Record, found: Found | None) -> ShardTree:
         """The tree of a shard that was started just now (`found` None) or left by an earlier run."""
-        folder, log = self._store.folder(record.shard.id), self._store.log(record.shard.id)
-        tree = ShardTree(record, self._node, folder, log, self._save, self._others, self._changed, found)
+        folder = self._store.folder(record.shard.id)
+        tree = ShardTree(record, self._node, folder, self._store.write, self._others, self._changed, found)
         self._trees[record.shard.id] = tree
         self._changed()
         return tree
 
-    def _save(self, record: Record) -> None:
-        self._store.write(record)
-
     def _others(self, shard_id: str) -> frozenset[int]:
         """Ports that every other shard of this agent holds."""
         held = (tree.held for other, tree in self._trees.items() if other != shard_id)
-        return frozenset().union(*held)
+        return frozenset[int]().union(*held)
 
     def _changed(self) -> None:
         news, self._news = self._news, trio.Event()

@@ -1,0 +1,69 @@
+"""What an agent does before anything else: find what earlier ones left, and adopt it or kill it.
+
+For every record of this state directory one of these holds:
+
+    the engine's own process is there              adopted as what it was: loading, ready, on its way to a stop
+    it is not                                      the shard failed while nobody looked; what is left of it is ended
+    it was never started, or has no pid            whatever carries the marker is killed, and the shard begins anew
+    it had ended before                            told once more, since nobody may have heard
+
+and a process that carries our word in its marker, but belongs to no such record, is killed: nobody could stop it later,
+and it holds a GPU and ports. Nothing without our word is touched.
+"""
+
+from __future__ import annotations
+
+import time
+
+import attrs
+
+from appliance.agent import procfs
+from appliance.agent.process import GONE_S, Handle, adopt, kill_marked
+from appliance.agent.records import Record, Store
+
+
+@attrs.frozen
+class Found:
+    """A shard an earlier run left. `handles` are its processes in order, the engine's own last; empty when it begins
+    anew, or had ended."""
+
+    record: Record
+    handles: tuple[Handle, ...] = ()
+
+
+@attrs.frozen
+class Sorted:
+    """All that was found. `killed` are pids that nobody could describe, `troubles` sentences for operators."""
+
+    found: tuple[Found, ...]
+    killed: tuple[int, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+
+def sort_out(store: Store) -> Sorted:
+    """Adopt or kill. Blocks; takes up to GONE_S seconds for those that do not die."""
+    records, troubles = store.read_all()
+    found = [_find(record, store) for record in records]
+    kept = {each.record.marker for each in found if each.handles}
+    killed: list[int] = []
+    until = time.monotonic() + GONE_S
+    while left := procfs.marked(lambda marker: marker.startswith(f"{store.word}.") and marker not in kept):
+        killed += [pid for pid, marker in left.items() if kill_marked(pid, marker) and pid not in killed]
+        if time.monotonic() > until:
+            troubles.append(f"not gone after SIGKILL: {', '.join(f'pid {pid}' for pid in left)}")
+            break
+        time.sleep(0.02)
+    return Sorted(tuple(found), tuple(killed), tuple(troubles))
+
+
+def _find(record: Record, store: Store) -> Found:
+    if record.ended:
+        return Found(record)
+    main = record.main
+    if main is None or not main.pid:
+        if record.wish == "stop":
+            return Found(attrs.evolve(record, state="stopping"))
+        # What was started of it is killed above; a plan made anew may choose other ports.
+        again = attrs.evolve(store.new(record.shard, record.agent_id, record.since), used_bytes=record.used_bytes)
+        return Found(again)
+    return Found(record, tuple(adopt(process, record, store.boot) for process in record.processes))

@@ -1,0 +1,253 @@
+"""What is written down about a shard before anybody hears of it, so that the next agent can find what this one left.
+
+    STATE/shards/word            a random word: the first part of every marker of this state directory
+    STATE/shards/lock            held (flock) by the agent that owns the directory; its pid stands in it
+    STATE/shards/NAME/record.json
+    STATE/logs/NAME.log          and .log.1, what came before
+
+A record is written before each process is started (with its command, and no pid), again with its pid, and at each
+change of state, always before the change is reported. An agent that dies in between leaves a command without a pid:
+what carries the marker of such a record is killed, and the shard begins anew.
+
+Files are replaced as a whole by renaming, so none is ever half written. They are not synced to the disk: they describe
+processes, and when the machine goes down those are gone too. All are readable by the agent's user alone, because the
+shard's key is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import msgspec
+
+from appliance.agent import procfs
+from appliance.facts.launch import HttpReady, StopStep
+from appliance.facts.replica import Shard
+from appliance.facts.report import ENDED, Report, State
+
+VERSION = 1
+
+KEPT = 64
+"""How many ended shards are remembered, newest first; nobody may ever come and ask."""
+
+Wish = Literal["run", "stop"]
+
+
+class StateInUse(Exception):
+    """Another agent owns the state directory; the text names its pid."""
+
+
+@attrs.frozen
+class Process:
+    """One command of the shard. `pid` 0: it was about to be started. `started` is in clock ticks since the boot.
+
+    `lines` are command lines it may have: the one it was started with and those it was seen with later, since scripts
+    run as their interpreter, and wrappers replace themselves.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    stop: tuple[StopStep, ...]
+    pid: int = 0
+    started: int = 0
+    lines: tuple[tuple[str, ...], ...] = ()
+
+
+@attrs.frozen
+class Record:
+    """Everything the next agent must know of one shard.
+
+    `marker` is in the environment of all its processes. `wish` is what was asked for last. `processes` are those whose
+    start was attempted, in that order; `complete` once the last one, the engine's own, is among them. `stop_by` and
+    `state_since` are in seconds since 1970. `secrets` must not be shown. `load_bytes` is the size of the weights, 0
+    unknown. `used_bytes` is what was in use of each GPU before, by UUID.
+    """
+
+    shard: Shard
+    marker: str
+    boot: str
+    agent_id: str = ""
+    version: int = VERSION
+    wish: Wish = "run"
+    stop_by: float = 0.0
+    state: State = "starting"
+    since: float = 0.0
+    reason: str = ""
+    exit: str = ""
+    tail: tuple[str, ...] = ()
+    processes: tuple[Process, ...] = ()
+    complete: bool = False
+    ports: tuple[int, ...] = ()
+    ready: HttpReady | None = None
+    secrets: tuple[str, ...] = attrs.field(default=(), repr=False)
+    log: str = ""
+    load_bytes: int = 0
+    used_bytes: dict[str, int] = attrs.field(factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def main(self) -> Process | None:
+        """The engine's own process, None before its start was attempted."""
+        return self.processes[-1] if self.complete else None
+
+    def report(self, *, adopted: bool = False) -> Report:
+        """What there is to tell of it."""
+        ready = self.ready
+        host = f"[{ready.host}]" if ready and ":" in ready.host else ready.host if ready else ""
+        return Report(
+            shard=self.shard,
+            state=self.state,
+            since=self.since,
+            reason=self.reason,
+            exit=self.exit,
+            tail=self.tail,
+            pid=self.main.pid if self.main and not self.ended else 0,
+            port=ready.port if ready else 0,
+            url=f"http://{host}:{ready.port}" if ready else "",
+            ports=self.ports,
+            adopted=adopted,
+            log=self.log,
+        )
+
+
+def describes(process: Process, record: Record, boot: str) -> bool:
+    """Whether the process that has this pid now is the one that was recorded: start time, marker and command line.
+
+    A single word in place of several is a title that the process has given itself, as vLLM's and SGLang's do. Where
+    that was written over its environment, the marker is gone and the start time alone has to do.
+    """
+    seen = procfs.see(process.pid) if process.pid else None
+    if seen is None or seen.ended or seen.started != process.started or record.boot != boot:
+        return False
+    line = tuple(word for word in procfs.command_line(process.pid) if word)
+    titled = len(line) == 1 and (len(process.argv) > 1)
+    marker = procfs.marker_of(process.pid)
+    if marker != record.marker and (marker or not titled):
+        return False
+    return titled or any(line == tuple(word for word in known if word) for known in process.lines)
+
+
+class Store:
+    """The records of one state directory. `open` before everything else; it raises StateInUse, and OSError."""
+
+    def __init__(self, state_dir: str) -> None:
+        self._shards = Path(state_dir, "shards")
+        self._logs = Path(state_dir, "logs")
+        self._lock = -1
+        self.word = ""
+        self.boot = ""
+
+    def open(self) -> None:
+        """Make the folders, own them, and learn the word. Blocks on the disk."""
+        for folder in (self._shards, self._logs):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+        self._lock = _own(self._shards / "lock")
+        self.boot = procfs.boot_id()
+        path = self._shards / "word"
+        try:
+            self.word = path.read_text().strip()
+        except FileNotFoundError:
+            self.word = ""
+        if not re.fullmatch(r"[0-9a-f]{16}", self.word):
+            self.word = secrets.token_hex(8)
+            _replace(path, self.word.encode())
+
+    def close(self) -> None:
+        """Give the directory up."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def folder(self, shard_id: str) -> str:
+        """The shard's own folder."""
+        return str(self._shards / _name(shard_id))
+
+    def log(self, shard_id: str) -> str:
+        return str(self._logs / f"{_name(shard_id)}.log")
+
+    def new(self, shard: Shard, agent_id: str, now: float) -> Record:
+        """A record of a shard that is about to be started, with a marker nobody has had before. Not written yet."""
+        return Record(
+            shard=shard,
+            marker=f"{self.word}.{secrets.token_hex(8)}.{shard.id}",
+            boot=self.boot,
+            agent_id=agent_id,
+            since=now,
+            secrets=(shard.key,) if shard.key else (),
+            log=self.log(shard.id),
+        )
+
+    def write(self, record: Record) -> None:
+        """Replace the shard's record. Raises OSError; the old one stays then."""
+        folder = Path(self.folder(record.shard.id))
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _replace(folder / "record.json", msgspec.json.encode(record))
+
+    def read_all(self) -> tuple[list[Record], list[str]]:
+        """Every readable record, and a sentence for each that is not. Those that ended long ago are dropped."""
+        found, troubles = [], []
+        for path in sorted(self._shards.glob("*/record.json")):
+            try:
+                record = msgspec.json.decode(path.read_bytes(), type=Record)
+                if record.version != VERSION:
+                    raise ValueError(f"it is of version {record.version}, this agent knows {VERSION}")
+                if path.parent.name != _name(record.shard.id):
+                    raise ValueError(f"it is of shard {record.shard.id} and lies in the wrong folder")
+            except (OSError, ValueError) as unreadable:
+                troubles.append(f"{path}: {unreadable}")
+            else:
+                found.append(record)
+        ended = sorted((record for record in found if record.ended), key=lambda each: each.since, reverse=True)
+        for old in ended[KEPT:]:
+            self.remove(old.shard.id)
+            found.remove(old)
+        return found, troubles
+
+    def remove(self, shard_id: str) -> None:
+        """Drop the record and the log of a shard of which nothing runs any more."""
+        shutil.rmtree(self.folder(shard_id), ignore_errors=True)
+        for path in (self.log(shard_id), self.log(shard_id) + ".1"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _name(shard_id: str) -> str:
+    """A name for files: what can be read of the id, and enough of its hash that no two share one."""
+    digest = hashlib.sha256(shard_id.encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', shard_id)[:80].strip('.-')}-{digest}"
+
+
+def _own(path: Path) -> int:
+    """Hold the lock for as long as the descriptor is open: the kernel gives it back however the agent ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        pid = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise StateInUse(f"the state directory {path.parent.parent} is in use by another agent (pid {pid})") from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+    return descriptor
+
+
+def _replace(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name}.new")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(content)
+    beside.replace(path)

@@ -1,0 +1,36 @@
+"""A scope of systemd's for each engine, where systemd runs this machine.
+
+Without one all engines live in the agent's own unit: the kernel's or systemd's answer to one that eats the memory may
+be to end all of it, and stopping the unit would stop them too. `systemd-run --scope` makes the scope and then turns
+itself into the engine, so the pid stays the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import trio
+
+from appliance.agent.discovery.asking import ask
+
+PROBE_S = 5.0
+_BUS = ("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+
+
+async def find_scope(environment: Mapping[str, str], booted: str = "/run/systemd/system") -> tuple[str, ...]:
+    """The words to put in front of a command; none where there is no systemd, or it does not give scopes to us.
+
+    Tried once, with a command that does nothing.
+    """
+    if not await trio.Path(booted).is_dir():
+        return ()
+    user = () if os.geteuid() == 0 else ("--user",)
+    prefix = ("systemd-run", "--scope", "--quiet", "--collect", *user)
+    answer = await ask([*prefix, "--", "true"], limit_s=PROBE_S)
+    return (*prefix, "--") if answer.status == 0 else ()
+
+
+def bus(environment: Mapping[str, str], prefix: tuple[str, ...]) -> dict[str, str]:
+    """What `systemd-run` itself must find in its environment, which is the engine's too."""
+    return {name: environment[name] for name in _BUS if name in environment} if "--user" in prefix else {}
