@@ -191,7 +191,7 @@ def _on_path(path: bytes, method: bytes) -> tuple[Found | None, tuple[str, ...]]
     stored = _RESPONSE.fullmatch(path)
     if stored is not None:
         allowed = ("POST",) if stored[2] else ("GET", "HEAD", "DELETE")
-        return (Found(Kind.STORED, OTHER, stored[1].decode()) if method.decode() in allowed else None), allowed
+        return (Found(Kind.STORED, RESPONSES, stored[1].decode()) if method.decode() in allowed else None), allowed
     if path in _POSTS:
         return (_POSTS[path] if method == b"POST" else None), ("POST",)
     if path.startswith(b"/v1/") and method == b"POST" and _FORWARDABLE.fullmatch(path) is not None:

@@ -58,6 +58,7 @@ class Ask(msgspec.Struct, gc=False):
     input: msgspec.Raw = msgspec.Raw(b"")
     user: msgspec.Raw = msgspec.Raw(b"")
     session_id: msgspec.Raw = msgspec.Raw(b"")
+    previous_response_id: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Call:

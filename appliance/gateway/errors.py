@@ -24,7 +24,7 @@ class ErrorAnswer(Exception):
 
 
 def shaped_error(answer: ErrorAnswer, *, anthropic: bool) -> tuple[int, Fields, bytes]:
-    """An engine's error as the client gets it: untouched where it has the route's shape, wrapped into it otherwise.
+    """An engine's error as the client gets it: untouched where it has the route's shape, made so otherwise.
 
     A 401 or 403 speaks of our key for the engine, which the caller can do nothing about: it becomes a 502.
     """
@@ -34,29 +34,40 @@ def shaped_error(answer: ErrorAnswer, *, anthropic: bool) -> tuple[int, Fields, 
     encoded = any(name == b"content-encoding" and value != b"identity" for name, value in answer.fields)
     value = {} if encoded else _object(answer.body)
     error = value.get("error")
-    if (
-        isinstance(error, dict)
-        and isinstance(error.get("message"), str)
-        and (not anthropic or value.get("type") == "error")
-    ):
-        return answer.status, answer.fields, answer.body
-    source = error if isinstance(error, dict) else value
-    message: object = source.get("message") or (error if isinstance(error, str) else "") or source.get("detail")
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        if value.get("type") == "error" if anthropic else error.keys() >= _KEYS:
+            return answer.status, answer.fields, answer.body
+        said = error
+    else:
+        said = {**value, "message": _message(answer, value, encoded)}
+    kept = [field for field in answer.fields if field[0] not in (b"content-type", b"content-encoding", b"etag")]
+    kind = _type_of(answer.status, anthropic=anthropic)
+    if anthropic:
+        body = msgspec.json.encode({"type": "error", "error": {"type": kind, "message": said["message"]}})
+    else:
+        # what the engine says beyond the four keys (how long a prompt may be) is of use, if it was said in the error
+        names = said.keys() if said is error else said.keys() & _KEYS
+        more = {name: said[name] for name in names if said[name] is not None}
+        told = {"message": "", "type": kind, "param": None, "code": "engine_error"} | more
+        body = msgspec.json.encode({"error": told})
+    return answer.status, [_JSON, *kept], body
+
+
+_KEYS = frozenset(("message", "type", "param", "code"))
+
+
+def _message(answer: ErrorAnswer, value: dict[str, Any], encoded: bool) -> str:
+    """What an error in some other shape says, in a sentence."""
+    error = value.get("error")
+    if not isinstance(error, str) or not error:
+        error = None
+    inner = value["error"] if isinstance(value.get("error"), dict) else value
+    message: object = inner.get("message") or error or inner.get("detail")
     if not message and not encoded and answer.body.lstrip()[:1] != b"<":  # a page tells nobody anything
         message = answer.body.decode("utf-8", "replace")[:500].strip()
-    if message and not isinstance(message, str):
-        message = msgspec.json.encode(message).decode()
-    code = source.get("code") if isinstance(source.get("code"), str) else None
-    param = source.get("param") if isinstance(source.get("param"), str) else None
-    kept = [field for field in answer.fields if field[0] not in (b"content-type", b"content-encoding", b"etag")]
-    body = error_body(
-        answer.status,
-        code or "engine_error",
-        str(message or "") or f"the engine answered {answer.status} without saying why",
-        param=param,
-        anthropic=anthropic,
-    )
-    return answer.status, [_JSON, *kept], body
+    if not message:
+        return f"the engine answered {answer.status} without saying why"
+    return message if isinstance(message, str) else msgspec.json.encode(message).decode()
 
 
 _ANTHROPIC_TYPES = {
@@ -66,12 +77,17 @@ _ANTHROPIC_TYPES = {
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
+def _type_of(status: int, *, anthropic: bool) -> str:
+    if anthropic:
+        return _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
 def error_body(status: int, code: str, message: str, *, param: str | None = None, anthropic: bool = False) -> bytes:
     """The body of a refusal; on `/v1/messages` Anthropic's."""
+    kind = _type_of(status, anthropic=anthropic)
     if anthropic:
-        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
-    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 

@@ -126,12 +126,16 @@ class Attempt:
                 keep = clean and head.keep_alive and not early
                 raise ErrorAnswer(status, kept(head), body)
             length = head.length
-            if length is not None and length == len(rest) and not is_stream(head):
+            if length is not None and length == len(rest) and not bare and not is_stream(head):
                 # the usual answer: small, and here already
-                self.tally.body(rest, self._start(head, told_length(head) if bare else length))
+                self.tally.body(rest, self._start(head, length))
                 await reply.send(rest)
                 await reply.end()
                 clean = True
+            elif bare:
+                self._start(head, told_length(head))
+                await reply.end()
+                clean = not rest
             elif is_stream(head):
                 clean = await self._stream(line, head, rest)
             else:

@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 
 from ..facts.call import Call
 from ..facts.choice import ANSWER, CLIENT_LEFT, DEADLINE, ERROR_EVENT, Attempt, Choice, Outcome
@@ -165,6 +166,8 @@ class Gateway:
         try:
             entry = self.table.find(call.model) or self.table.resolve(call.model)
             record.model = entry.name
+            if not only and call.route.name == "responses":
+                only = self._maker(entry, call)
             ended = await self._at_model(entry, call, reply, record, only, None)
             if ended is not None:
                 await self._fall_back(entry, ended, call, reply, record, only)
@@ -207,7 +210,7 @@ class Gateway:
     ) -> ErrorAnswer | Refusal | None:
         """All attempts at one model. None: the client has its answer. Otherwise what it would be told if no fallback
         could take the request. Raises Refusal where no fallback may."""
-        if only:
+        if only and call.ask.model is None:
             # what is stored lies at one endpoint, and looking at it is no work: there is nothing to wait for
             return await self._with_retries(entry, call, reply, record, only, before, None)
         now = time.monotonic() if record.attempts else call.arrived
@@ -429,6 +432,15 @@ class Gateway:
 
     def _note(self, record: Record, attempt: Attempt) -> None:
         record.attempts.append(attempt)
+
+    def _maker(self, entry: Entry, call: Call) -> str:
+        """The endpoint that made the response which this one continues, since no other knows it; "" where there is
+        none, or none that is known."""
+        raw = bytes(call.ask.previous_response_id)
+        if raw[:1] != b'"':
+            return ""
+        maker = self.table.responses.get(msgspec.json.decode(raw))
+        return maker if maker and any(member.id == maker for member in entry.members) else ""
 
     def _count(self, choice: Choice) -> None:
         counts = self.meters.filter_drops
