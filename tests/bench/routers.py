@@ -168,7 +168,7 @@ def _appliance(site: Site) -> Launch:
         f'admin_socket = "{site.folder / "admin.sock"}"\n{site.settings}\n{endpoints}'
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("APPLIANCE_")}
-    # Directories of its own, as root and as anybody else: a router that is in service here is neither met nor disturbed.
+    # Directories of its own, as root and as anybody else: a router in service here is left alone.
     env |= {name: str(site.folder) for name in ("STATE_DIRECTORY", "RUNTIME_DIRECTORY", "XDG_CONFIG_HOME")}
     version = subprocess.run([str(path), "version"], capture_output=True, text=True, timeout=20, env=env, check=False)
     return Launch(
