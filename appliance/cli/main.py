@@ -14,7 +14,7 @@ import click
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("appliance.cli.serve:serve", "Run the router: one endpoint in front of all engines."),
-    "agent": ("appliance.cli.agent:agent", "Find the hardware of this node."),
+    "agent": ("appliance.cli.agent:agent", "Find the hardware of this node and run engines on it."),
     "ctl": ("appliance.cli.ctl.commands:ctl", "See and change a running router, and ask it why."),
     "sim": ("appliance.cli.sim:sim", "Run the built-in engine: vLLM's interface and timing, without a model."),
     "version": ("appliance.cli.version:version", "Print the version."),

@@ -20,7 +20,7 @@ PROGRAMS = ("vllm", "ray", "sglang", "llamacpp")
 class LlamacppSettings:
     threads: int = field(
         default=0,
-        metadata=about("Threads of each llama.cpp server; 0: half of the processors.", minimum=0),
+        metadata=about("Threads of each llama.cpp server; 0: half of the processors.", minimum=0, live=False),
     )
 
 

@@ -1,0 +1,249 @@
+"""The agent's HTTP: `/status`, `/events`, `/metrics`, `/healthz`, for routers, Prometheus and people.
+
+One request per connection: a router asks every few seconds at most, and what it asks for is read from memory. So this
+is a small server of its own, on heads that are read by the same grammar as the door's; only `/events` stays open, as a
+WebSocket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+import structlog
+import trio
+from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection, wrap_server_stream
+
+from appliance.agent.events import Board
+from appliance.agent.status import one_group, without_tails
+from appliance.wire.head import BadHead, RequestHead, check_beginning, end_of_head, read_request
+
+HEAD_S = 10.0
+WRITE_S = 30.0
+PING_S = 15.0
+PONG_S = 30.0
+MOST_CONNECTIONS = 512
+
+_JSON = b"application/json"
+_TEXT = b"text/plain; charset=utf-8"
+_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 405: b"Method Not Allowed", 426: b"Upgrade Required"}
+_PATHS = ("/status", "/events", "/metrics", "/healthz")
+
+Render = Callable[[str], tuple[bytes, str]]
+
+log = structlog.get_logger("http")
+
+
+class Site:
+    """All connections of one agent. `render` makes `/metrics` for an Accept field, and is made by the first scrape."""
+
+    def __init__(self, board: Board, render: Callable[[], Render]) -> None:
+        self._board = board
+        self._make_render = render
+        self._render: Render | None = None
+        self._room = trio.CapacityLimiter(MOST_CONNECTIONS)
+
+    async def serve(
+        self, sockets: Iterable[socket.socket], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Serve on listening sockets until cancelled. They are closed by it."""
+        listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(sock)) for sock in sockets]
+        task_status.started()  # they listen already
+        await trio.serve_listeners(self._connection, listeners)
+
+    async def _connection(self, stream: trio.SocketStream) -> None:
+        """One connection from its beginning to its end. Nothing that happens on it reaches the others."""
+        try:
+            self._room.acquire_on_behalf_of_nowait(stream)
+        except trio.WouldBlock:
+            await trio.aclose_forcefully(stream)
+            return
+        try:
+            await self._answer(stream)
+        except (
+            trio.BrokenResourceError,
+            trio.ClosedResourceError,
+            ConnectionClosed,
+            HandshakeError,
+            trio.TooSlowError,
+        ):
+            return  # that client has left, or does not read
+        except Exception as error:
+            log.error("request failed", exc_info=error)
+        finally:
+            self._room.release_on_behalf_of(stream)
+            await trio.aclose_forcefully(stream)
+
+    async def _answer(self, stream: trio.SocketStream) -> None:
+        try:
+            with trio.fail_after(HEAD_S):
+                head, received = await _read_head(stream)
+        except BadHead as bad:
+            await _send(stream, bad.status, _JSON, _error(str(bad)))
+            return
+        if head is None:
+            return
+        path = head.path.decode("latin-1").rstrip("/")
+        if path not in _PATHS:
+            await _send(stream, 404, _JSON, _error(f"here are {', '.join(_PATHS)}"))
+        elif head.method not in (b"GET", b"HEAD"):
+            await _send(stream, 405, _JSON, _error(f"{path} takes GET, HEAD"), (b"allow: GET, HEAD",))
+        elif path == "/events":
+            await self._events(stream, head, received)
+        else:
+            body, content_type = self._body(path, head, _is_loopback(stream))
+            await _send(stream, 200, content_type, body, with_body=head.method == b"GET")
+
+    def _body(self, path: str, head: RequestHead, own: bool) -> tuple[bytes, bytes]:
+        if path == "/healthz":
+            return b"ok\n", _TEXT
+        if path == "/metrics":
+            if self._render is None:
+                self._render = self._make_render()
+            text, content_type = self._render(head.by_name.get(b"accept", b"").decode("latin-1"))
+            return text, content_type.encode()
+        whole = self._board.read()
+        asked = parse_qs(head.query.decode("latin-1")).get("group")
+        if asked:
+            whole = one_group(whole, asked[-1])
+        return msgspec.json.encode(whole if own else without_tails(whole)), _JSON
+
+    async def _events(self, stream: trio.SocketStream, head: RequestHead, received: bytes) -> None:
+        if head.by_name.get(b"upgrade", b"").lower() != b"websocket" or b"sec-websocket-key" not in head.by_name:
+            fields = (b"upgrade: websocket",)
+            await _send(stream, 426, _JSON, _error("/events is a WebSocket; /status is the document"), fields)
+            return
+        own = _is_loopback(stream)
+        async with trio.open_nursery() as nursery:
+            # Caught in here: out of a nursery they would come as a group.
+            with contextlib.suppress(ConnectionClosed, HandshakeError, trio.TooSlowError):
+                with trio.fail_after(HEAD_S):
+                    request = await wrap_server_stream(nursery, _Again(stream, received), max_message_size=1 << 16)
+                    client = await request.accept()
+                nursery.start_soon(_discard, client)
+                await self._tell(client, own)
+            nursery.cancel_scope.cancel()
+
+    async def _tell(self, client: WebSocketConnection, own: bool) -> None:
+        """The whole document, then every change of it, until one side has enough."""
+        with self._board.subscribed() as (snapshot, news):
+            whole = snapshot if own else without_tails(snapshot)
+            await _message(client, {"type": "snapshot", "seq": snapshot["seq"], "data": whole})
+            while True:
+                event = None
+                with trio.move_on_after(PING_S) as quiet:
+                    try:
+                        event = await news.receive()
+                    except trio.EndOfChannel:
+                        return
+                if quiet.cancelled_caught:
+                    with trio.fail_after(PONG_S):
+                        await client.ping()
+                elif event is not None:
+                    await _message(client, event if own else _without_tails(event))
+
+
+async def _discard(client: WebSocketConnection) -> None:
+    """Read what the client says, which is nothing to us; unread, it would hold back the answers to our pings."""
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            await client.get_message()
+
+
+async def _message(client: WebSocketConnection, document: dict[str, Any]) -> None:
+    with trio.fail_after(WRITE_S):
+        await client.send_message(msgspec.json.encode(document).decode())
+
+
+def _without_tails(event: dict[str, Any]) -> dict[str, Any]:
+    if event["type"] != "appliance_shards":
+        return event
+    patch = [
+        {**each, "value": {name: row | {"tail": None} for name, row in each["value"].items()}}
+        for each in event["patch"]
+    ]
+    return {**event, "patch": patch}
+
+
+async def _read_head(stream: trio.SocketStream) -> tuple[RequestHead | None, bytes]:
+    """The head and all bytes that came, (None, ...) when the client left without one. Raises BadHead."""
+    received = bytearray()
+    while True:
+        end = end_of_head(received)
+        if end >= 0:
+            return read_request(bytes(received[:end])), bytes(received)
+        if received:
+            check_beginning(bytes(received[:16]))
+        chunk = await stream.receive_some(65536)
+        if not chunk:
+            return None, b""
+        received += chunk
+
+
+async def _send(
+    stream: trio.SocketStream,
+    status: int,
+    content_type: bytes,
+    body: bytes,
+    fields: Iterable[bytes] = (),
+    *,
+    with_body: bool = True,
+) -> None:
+    head = [
+        b"HTTP/1.1 %d %s" % (status, _REASONS.get(status, b"Refused")),
+        b"content-type: " + content_type,
+        b"content-length: %d" % len(body),
+        b"cache-control: no-store",
+        b"connection: close",
+        *fields,
+    ]
+    with trio.fail_after(WRITE_S):
+        await stream.send_all(b"\r\n".join(head) + b"\r\n\r\n" + (body if with_body else b""))
+        await stream.send_eof()
+        # Until the client has closed: closing first, with bytes unread, would reset what is still on its way.
+        while await stream.receive_some(65536):
+            continue
+
+
+def _error(message: str) -> bytes:
+    return msgspec.json.encode({"error": message})
+
+
+def _is_loopback(stream: trio.SocketStream) -> bool:
+    """Whether the other end is on this machine, by its address."""
+    try:
+        address = ipaddress.ip_address(stream.socket.getpeername()[0].partition("%")[0])
+    except (OSError, ValueError):
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+class _Again(trio.abc.Stream):
+    """A stream whose first bytes were read already, and come once more."""
+
+    def __init__(self, stream: trio.SocketStream, first: bytes) -> None:
+        self._stream = stream
+        self._first = first
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        if self._first:
+            given = self._first[:max_bytes] if max_bytes is not None else self._first
+            self._first = self._first[len(given) :]
+            await trio.lowlevel.checkpoint()
+            return given
+        return await self._stream.receive_some(max_bytes)
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

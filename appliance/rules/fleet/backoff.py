@@ -1,0 +1,38 @@
+"""How long to wait before a model that failed is tried again.
+
+The wait belongs to the model and not to one replica: what broke one (a missing file, a wrong argument, too little
+memory) breaks the next one too, and each try may load for minutes.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import attrs
+
+FIRST_S = 2.0
+LONGEST_S = 300.0
+STEADY_S = 60.0
+"""Served for so long, a model has recovered, and its next failure is a first one."""
+
+
+@attrs.frozen
+class Backoff:
+    """`failures` in a row, the last one because of `reason`; no new try before `until` (in the clock of `now`)."""
+
+    failures: int = 0
+    until: float = 0.0
+    reason: str = ""
+
+    def waits(self, now: float) -> bool:
+        return now < self.until
+
+
+def failed(before: Backoff, reason: str, now: float, rng: Random) -> Backoff:
+    """What follows on one more failure. Those that come while a wait is running are of the same trouble."""
+    if before.waits(now):
+        return before
+    failures = before.failures + 1
+    longest = min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 1, 30))
+    # Half of it by chance: what failed together, on one machine or on many, is not tried again together.
+    return Backoff(failures, now + longest * rng.uniform(0.5, 1.0), reason)
