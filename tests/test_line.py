@@ -419,16 +419,19 @@ async def test_a_flush_waits_for_what_is_held_back() -> None:
             async def part() -> None:
                 await line.flush()
                 assert not line.unsent
-                line.finish()
+                await line.part()
+                line.close()
 
             nursery.start_soon(part)
             far.setblocking(True)
             while piece := await trio.to_thread.run_sync(far.recv, 1 << 20):
                 got += piece
-        assert got == sent
-        far.sendall(b"an answer")
-        assert await line.recv() == b"an answer", "finished for sending only"
-        line.close()
+            assert got == sent
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert not line.closed, "the peer may still be sending"
+            await trio.to_thread.run_sync(far.sendall, bytes(1 << 20))
+            far.shutdown(socket.SHUT_WR)
+        assert far.recv(1) == b"", "and its end is no reset"
         far.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import ssl
@@ -62,8 +63,7 @@ async def read_all(line: TlsLine) -> bytes:
 
 @pytest.mark.parametrize("corked", [False, True])
 async def test_one_way_and_back(certificate: Certificate, corked: bool) -> None:
-    """Pieces of any size through small sockets: the end is said by one side, heard by the other, and the way back is
-    still open."""
+    """Pieces of any size through small sockets."""
     rng = random.Random(3)
     sizes = (0, 1, 100, CORKED_BYTES, CORKED_BYTES + 1, READ_BYTES, 3 * READ_BYTES, 1 << 20)
     there = [rng.randbytes(rng.choice(sizes)) for _ in range(20)]
@@ -78,17 +78,42 @@ async def test_one_way_and_back(certificate: Certificate, corked: bool) -> None:
             poller._flush()
         await line.flush()
         assert not line.unsent
-        line.finish()
+
+    async def check(line: TlsLine, pieces: list[bytes]) -> None:
+        wanted = b"".join(pieces)
+        got = b""
+        while len(got) < len(wanted):
+            got += await line.recv()
+        assert got == wanted
 
     async with shaken(certificate, 4096) as (near, far), trio.open_nursery() as nursery:
 
         async def client() -> None:
             await send(near, there)
-            assert await read_all(near) == b"".join(back)
+            await check(near, back)
 
         nursery.start_soon(client)
-        assert await read_all(far) == b"".join(there)
+        await check(far, there)
         await send(far, back)
+
+
+@pytest.mark.parametrize("size", [0, 10, 3 * READ_BYTES])
+async def test_parting_throws_away_what_still_comes(certificate: Certificate, size: int) -> None:
+    """OpenSSL would call it a fault; closing with it unread would be a reset, and lose what the peer was sent."""
+    async with shaken(certificate) as (near, far):
+        near.try_send(bytes(size))
+        far.try_send(b"no more of this")
+
+        async def part() -> None:
+            await far.part()
+            far.close()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(part)
+            assert await read_all(near) == b"no more of this"
+            with contextlib.suppress(OSError):
+                near.try_send(bytes(100_000))
+            near.sock.shutdown(socket.SHUT_WR)
 
 
 async def test_what_is_taken_at_once_is_bounded_and_arrives(certificate: Certificate) -> None:

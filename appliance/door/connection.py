@@ -333,9 +333,7 @@ class Connection:
         if self._unread or self._buffer or line.readable:
             # Input that is not read makes a close a reset, and the client might lose what it has not read yet.
             sleeper.arm(time.monotonic() + LINGER_S, "linger")
-            line.finish()
-            while await line.recv():
-                continue
+            await line.part()
 
     def _hung_up(self) -> None:
         if self._answering:

@@ -286,8 +286,17 @@ class Line:
         the socket does not take at once."""
         return bool(self._backlog)
 
-    def finish(self) -> None:
-        """Nothing more will be sent: tell the peer, and go on reading. Raises OSError."""
+    async def part(self) -> None:
+        """Tell the peer that nothing more comes, and throw away what it still sends until it closes its side too:
+        closing at once would make a reset of it. Raises OSError, or the reason of a cut."""
+        self._finish()
+        while (data := Line.try_recv(self)) != b"":
+            if data is None:
+                await self._sleep()
+            self._operations += 1
+            await breathe(self._operations)
+
+    def _finish(self) -> None:
         self.push()
         self.sock.shutdown(socket.SHUT_WR)
 

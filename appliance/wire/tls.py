@@ -148,11 +148,12 @@ class TlsLine(Line):
     def unsent(self) -> bool:
         return bool(self._held or self._backlog)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
+        # Nothing can be read through TLS from here on: should plaintext be on its way, OpenSSL takes that for a fault.
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
         self._push()
-        super().finish()
+        super()._finish()
 
     def _pull(self) -> bool:
         """Move ciphertext from the socket to TLS; False when there was none, with `_ended` set at the end of the
