@@ -13,6 +13,7 @@ ground
 from __future__ import annotations
 
 import math
+import gc
 import os
 import signal
 import ssl
@@ -53,6 +54,9 @@ HEAR_S = 6.0
 more than such a question may take. Otherwise the first of them would be told that their model is not ready."""
 
 log = structlog.get_logger("serve")
+
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Allocations before a collection of the youngest, and collections of one generation before one of the next."""
 
 
 @click.command()
@@ -132,6 +136,10 @@ class Router:
         self._listening: tuple[Address, ...] = ()
         self.exporter = self._exporter()
         self._configure(settings, _context(settings))
+        # What the modules brought stays for ever, and requests leave no cycles behind: with Python's own thresholds the
+        # collector took a tenth of the road's time to find nothing.
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
 
     async def run(self) -> None:
         """Serve until a signal ends it, or until another process has taken over. Raises StartFailed."""

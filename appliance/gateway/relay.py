@@ -73,10 +73,10 @@ class Attempt:
         reply: Reply,
         promises: Promises,
         dispatched_at: float,
-        answered: Callable[[float], None],
+        answered: Callable[[float, bool], None],
     ) -> None:
         """`body` is what is sent (the call's own, or one with another model name); `answered` is called with the time
-        at which the first of the answer is passed on."""
+        at which the first of the answer is passed on, and whether that is a stream. It must not hold this object."""
         self._call = call
         self._body = body
         self._answered = answered
@@ -282,7 +282,7 @@ class Attempt:
             raise UpstreamFailed("garbage", "no event stream, though one was asked for", sent=True, answered=True)
         self.passed_on = True
         now = time.monotonic()
-        self._answered(now)
+        self._answered(now, self.stream is not None)
         return now
 
     async def _whole(self, line: Line, head: ResponseHead, rest: bytes, bound: int) -> tuple[bytes, bool]:

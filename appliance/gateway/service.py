@@ -327,14 +327,16 @@ class Gateway:
         record.promises = self.promises
         outcome = Outcome.NEUTRAL
 
-        def answered(at: float) -> None:
+        # It must not see `attempt`, which holds it: the cycle would keep every request's body until the collector runs,
+        # and made the collector run for a tenth of the road's time.
+        def answered(at: float, streamed: bool) -> None:
             record.first_byte_at = at
             if lease.probe:
                 lease.answered(at)
                 self.gate.health_changed(at)  # it is back
             # An answer that comes in one piece proves nothing by its beginning; its end does
             # (`rules/admission/capacity`).
-            if ticket is not None and attempt.stream is not None:
+            if ticket is not None and streamed:
                 self.gate.began(ticket, at)
 
         attempt = Try(call, body, self.upstreams[member.id], reply, self.promises, record.dispatched_at, answered)
