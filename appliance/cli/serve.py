@@ -12,8 +12,8 @@ ground
 
 from __future__ import annotations
 
-import math
 import gc
+import math
 import os
 import signal
 import ssl
