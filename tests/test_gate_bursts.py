@@ -85,13 +85,16 @@ async def test_an_engine_of_256_slots_that_are_known_is_filled_in_one_go(tmp_pat
 
 @pytest.mark.parametrize("how", ["cold", "unscraped"])
 async def test_an_engine_of_256_slots_that_are_not_known_is_filled_as_it_proves_them(tmp_path: Path, how: str) -> None:
-    async with sim(256, tokens_per_s=0.5) as engine, router(tmp_path, config=configuration(how, engine)) as door:
-        async with trio.open_nursery() as nursery:
-            for _ in range(300):
-                nursery.start_soon(ask_for_long, door, "gold")
-            await door.until("its batch is full", lambda: engine.running.batch.running == 256)
-            assert engine.most_waiting <= 2
-            nursery.cancel_scope.cancel()
+    async with (
+        sim(256, tokens_per_s=0.5) as engine,
+        router(tmp_path, config=configuration(how, engine)) as door,
+        trio.open_nursery() as nursery,
+    ):
+        for _ in range(300):
+            nursery.start_soon(ask_for_long, door, "gold")
+        await door.until("its batch is full", lambda: engine.running.batch.running == 256)
+        assert engine.most_waiting <= 2
+        nursery.cancel_scope.cancel()
 
 
 async def ask_for_long(door: Running, band: str) -> None:

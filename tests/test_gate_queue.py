@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from appliance.gateway.reply import Left
-from tests.gate_scene import Group, Held, ask, error_of, held, raw, records, rules, tickets, waiting
+from tests.gate_scene import Group, Held, ask, burst, error_of, held, raw, records, rules, tickets, waiting
 from tests.raw_client import request
 from tests.routers import Running, router
 
@@ -212,7 +212,11 @@ async def test_a_client_that_leaves_in_the_step_that_grants_its_place_gives_it_b
     """Both orders of the two events, in one step of the loop, so that the task wakes up to both of them."""
     async with held(1) as engine, router(tmp_path, engine.engine) as door, trio.open_nursery() as nursery:
         group = Group(door, nursery)
+        engine.open = True
+        await burst(door, 2, band="gold")  # leaves a connection to the engine that could be used at once
+        engine.open = False
         await fill(group, engine, 1, "gold")
+        before = len(engine.order)
         client = await door.connect()
         await client.send(raw("gold", "leaver"))
         await waiting(door, 1)
@@ -231,9 +235,9 @@ async def test_a_client_that_leaves_in_the_step_that_grants_its_place_gives_it_b
         await door.until("it is gone", lambda: record.outcome == "client left")
         assert ticket.state == "ended"
         assert rules(door).loads[member.id].leased == 0
-        assert engine.order == [""]  # nothing was sent for it
+        assert len(engine.order) == before  # nothing was sent for it
         (told,) = group.begin(1, band="gold", session="next")
-        await door.until("its place is free again", lambda: engine.order[1:] == ["next"])
+        await door.until("its place is free again", lambda: engine.order[before:] == ["next"])
         assert told.answer is None
         assert gate.rules.lines.count == 0
         engine.let_all_go()

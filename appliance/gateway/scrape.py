@@ -40,6 +40,7 @@ async def scrape(gateway: Gateway, member: Member, sleeper: Sleeper, contract: C
     silent = False
     slots_known = member.endpoint.engine != "llamacpp"
     while True:
+        await trio.lowlevel.checkpoint_if_cancelled()  # its endpoint may be gone in the step that let it run
         every_s = interval_s(member.endpoint.engine, gateway.scrape_s, gateway.pressed(member))
         now = time.monotonic()
         try:
@@ -89,6 +90,7 @@ async def _pause(gateway: Gateway, member: Member, until: float) -> None:
 
 async def _ask_slots(gateway: Gateway, member: Member, sleeper: Sleeper) -> bool:
     """llama.cpp tells its slots in `/props` only. True when it need not be asked again."""
+    await trio.lowlevel.checkpoint_if_cancelled()
     try:
         status, body = await fetch(
             gateway.upstreams[member.id], sleeper, b"/props", within_s=WITHIN_S, bound=MOST_BYTES

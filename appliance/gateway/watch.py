@@ -77,6 +77,8 @@ class Watches:
     async def _ask_for_ever(self, member: Member, sleeper: Sleeper) -> NoReturn:
         told = ""
         while True:
+            # A cancelled task that was due to run anyway goes on to its next checkpoint, and its endpoint is gone.
+            await trio.lowlevel.checkpoint_if_cancelled()
             trouble = await self._ask(member, sleeper)
             if trouble != told:
                 if trouble:
