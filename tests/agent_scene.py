@@ -121,7 +121,7 @@ def _in(shards: Shards, shard_id: str, states: tuple[str, ...]) -> Report | None
     report = shards.reports()[shard_id]
     if report.state in states:
         return report
-    assert not report.ended, report
+    assert not report.ended, (report.state, report.reason, report.exit, report.tail)
     return None
 
 
@@ -141,9 +141,14 @@ async def until(holds: Callable[[], Any], seconds: float = SECONDS) -> Any:
     return found
 
 
+def said(log: str) -> str:
+    """All that is in a log file now."""
+    return Path(log).read_text()
+
+
 def pids_in(log: str) -> list[int]:
     """The processes that the stub engine has told of, in the order in which they started."""
-    return [int(pid) for pid in re.findall(r"^pid (\d+)$", Path(log).read_text(), re.MULTILINE)]
+    return [int(pid) for pid in re.findall(r"^pid (\d+)$", said(log), re.MULTILINE)]
 
 
 def alive(pid: int) -> bool:

@@ -138,16 +138,15 @@ def hop() -> None:
 def end(flags: argparse.Namespace) -> None:
     time.sleep(flags.exit_after)
     if flags.exit_signal:
-        signal.signal(flags.exit_signal, signal.SIG_DFL) if flags.exit_signal != signal.SIGKILL else None
         os.kill(os.getpid(), flags.exit_signal)
+        time.sleep(60)  # it comes in another thread, and a little later
     os._exit(flags.exit_status)
 
 
 def chatter(count: int, pause_s: float = 0.0) -> None:
     line = b"x" * 127 + b"\n"
-    block = line * 512
     while count > 0:
-        count -= os.write(1, line if pause_s else block[: min(count, len(block))])
+        count -= os.write(1, line)
         if pause_s:
             time.sleep(pause_s)
 

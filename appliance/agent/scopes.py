@@ -8,6 +8,7 @@ itself into the engine, so the pid stays the same.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 
 import trio
@@ -18,15 +19,16 @@ PROBE_S = 5.0
 _BUS = ("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
 
 
-async def find_scope(environment: Mapping[str, str], booted: str = "/run/systemd/system") -> tuple[str, ...]:
+async def find_scope(booted: str) -> tuple[str, ...]:
     """The words to put in front of a command; none where there is no systemd, or it does not give scopes to us.
 
-    Tried once, with a command that does nothing.
+    Tried once, with a command that does nothing. `booted` is a folder that is there where systemd runs the machine.
     """
-    if not await trio.Path(booted).is_dir():
+    program = shutil.which("systemd-run")
+    if program is None or not await trio.Path(booted).is_dir():
         return ()
     user = () if os.geteuid() == 0 else ("--user",)
-    prefix = ("systemd-run", "--scope", "--quiet", "--collect", *user)
+    prefix = (program, "--scope", "--quiet", "--collect", *user)
     answer = await ask([*prefix, "--", "true"], limit_s=PROBE_S)
     return (*prefix, "--") if answer.status == 0 else ()
 

@@ -41,8 +41,8 @@ from appliance.rules.engines.plan import CannotLaunch, plan
 from appliance.rules.engines.ports import PortPool
 
 TAIL_LINES = 20
-PLANS = 16
-"""How often a plan is made anew because of ports that others hold, each time without those found before."""
+PLANS = 8
+"""How often a plan is made anew because others hold ports of it; they may take more while it is made."""
 
 _DRAIN_LOOK_S = 0.5
 
@@ -240,11 +240,10 @@ class ShardTree:
                 busy.discard(shard.rendezvous_port)
             if not busy:
                 break
-            foreign |= busy
+            # All of them at once: a plan with each one found would take as many plans as others have ports.
+            foreign |= await trio.to_thread.run_sync(sockets.taken, range(pool.first, pool.last + 1))
         else:
-            raise CannotLaunch(
-                [f"other processes hold {len(foreign)} ports that were tried, among them {min(foreign)}"]
-            )
+            raise CannotLaunch([f"ports are taken faster than plans are made ({len(foreign)} are held by others)"])
         secrets = {*made.secrets, *(logs.secrets_of(pair for each in made.commands for pair in each.env.items()))}
         used = {gpu.uuid: gpu.used_bytes for gpu in inventory.gpus if gpu.uuid in shard.gpus}
         self.record = attrs.evolve(

@@ -39,7 +39,8 @@ class Shards:
     one shard's output; `memory_wait_s` is how long memory of GPUs may take to come back after a stop. `inventory` gives
     the node as last seen, `port_range` the first and last port (both usable), `environment` is the agent's own.
     `read_gpus` looks at the GPUs again (None: there are none to wait for). `bundle` is the folder of a frozen
-    executable, `patience` how long loading may take. `sorted` says what `adopt` found and killed.
+    executable, `patience` how long loading may take, `booted` a folder that is there where systemd runs the machine.
+    `sorted` says what `adopt` found and killed.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Shards:
         patience: Patience | None = None,
         now: Callable[[], float] = time.time,
         which: Callable[[str], str | None] = shutil.which,
+        booted: str = "/run/systemd/system",
     ) -> None:
+        self._booted = booted
         self._store = records.Store(state_dir)
         self._node = Node(
             run_dir=run_dir,
@@ -94,7 +97,7 @@ class Shards:
         `records.StateInUse` when another agent owns the state directory, OSError when it cannot be written.
         """
         await trio.to_thread.run_sync(self._store.open)
-        self._node.scope = await find_scope(self._node.environment)
+        self._node.scope = await find_scope(self._booted)
         self.sorted = await trio.to_thread.run_sync(sort_out, self._store)
         for each in self.sorted.found:
             self._add(each.record, each)
