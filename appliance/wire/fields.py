@@ -40,18 +40,21 @@ _long = msgspec.json.Decoder(_Long)
 
 
 def may_repeat(body: bytes, *names: bytes) -> bool:
-    """Whether one of `names` (lower-case letters) could stand twice among the keys of this JSON: a quick look that is
-    never wrong when it says no. Letters written as escapes count too; no honest client writes them."""
+    """Whether one of `names` (lower-case letters, in their quotes) could stand twice among the keys of this JSON: a
+    quick look that is never wrong when it says no. Letters written as escapes count too; no honest client does that."""
     for name in names:
-        if body.count(b'"%b"' % name) > 1:
+        if body.count(name) > 1:
             return True
     return b"\\u00" in body and _ESCAPED_LETTER.search(body) is not None
 
 
 def repeated(body: bytes, *names: str) -> str | None:
     """The first of `names` that stands twice among the outermost keys of valid JSON. Raises Unclear."""
+    quoted = [f'"{name}"'.encode() for name in names]
+    if not may_repeat(body, *quoted):
+        return None
     body, _ = _without_long(body)
-    if not may_repeat(body, *(name.encode() for name in names)):
+    if not may_repeat(body, *quoted):
         return None
     seen: set[str] = set()
     for name, _ in _top_level(body):
@@ -65,10 +68,10 @@ def repeated(body: bytes, *names: str) -> str | None:
 def locate(body: bytes, key: str) -> tuple[int, int]:
     """Where the value of an outermost string field lies in valid JSON, its quotes included; `key` is lower-case
     letters, and there once. Raises KeyError or Unclear."""
-    name = key.encode()
+    name = f'"{key}"'.encode()
     if not may_repeat(body, name):
-        at = body.find(b'"%b"' % name)
-        if at < 0 or (colon := _COLON.match(body, at + len(name) + 2)) is None:
+        at = body.find(name)
+        if at < 0 or (colon := _COLON.match(body, at + len(name))) is None:
             raise KeyError(key)
         return _string(body, colon.end(), key)
     shorter, cuts = _without_long(body)
