@@ -344,7 +344,7 @@ def test_no_gpu_twice_none_that_is_not_free_no_class_mixed_and_all_room_used(
             for each in decision.waiting:
                 assert each.reason
                 assert each.again_at == 0.0 or each.again_at > now
-                for profile in () if each.again_at else by_name[each.model].profiles:
+                for profile in () if each.again_at or decision.stops else by_name[each.model].profiles:
                     why_not(profile, node, dict.fromkeys(held, "somebody"))
             for shard_id, each in list(reports.items()):
                 if not each.ended and (fate := next(fates, "")):

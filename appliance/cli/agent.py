@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from random import Random
@@ -41,6 +40,7 @@ from ..facts.settings import Address, Settings
 from . import logs
 from .config import ConfigError, Loaded, changes, keep_fixed, load
 from .listening import address_of, bind_all, is_loopback, raise_open_files
+from .program import bundle, own_argv
 from .startfailed import StartFailed
 from .supervisor import Supervisor
 
@@ -118,11 +118,6 @@ def place(settings: Settings) -> Place:
     )
 
 
-def own_argv() -> tuple[str, ...]:
-    """What starts this program again: the executable itself, or the interpreter with the package."""
-    return (sys.executable,) if getattr(sys, "frozen", False) else (sys.executable, "-m", "appliance")
-
-
 class Agent:
     """All parts of one running agent. `read` reads the configuration again, `supervisor` hears how the agent is."""
 
@@ -147,7 +142,7 @@ class Agent:
             (own.port_range[0], own.port_range[1]),
             dict(os.environ),
             read_gpus=None if own.inventory_file else self.machine.read_gpus,
-            bundle=getattr(sys, "_MEIPASS", ""),
+            bundle=bundle(),
             llamacpp_threads=own.llamacpp.threads,
         )
         self.local = Local(self.shards, self.machine, Random(), time.time)

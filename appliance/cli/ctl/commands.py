@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bands": ("appliance.cli.ctl.bands:bands", "Who waits for a place, by priority."),
     "requests": ("appliance.cli.ctl.requests:requests", "Running and recent requests; cancel one."),
     "explain": ("appliance.cli.ctl.explain:explain", "Why a request went as it did; what a model would meet now."),
+    "engine-check": ("appliance.cli.ctl.engines:engine_check", "Whether installed engines take the flags we give."),
     "config": ("appliance.cli.ctl.config:config", "Check, show, write an example of, or reload the configuration."),
 }
 """As in `cli/main.py`."""
