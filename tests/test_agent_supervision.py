@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -23,7 +24,7 @@ from appliance.facts.hardware import GIB, Cpus, Gpu, Holder, Inventory
 from appliance.facts.replica import Shard
 from appliance.rules.engines import llamacpp
 from appliance.rules.engines.patience import Patience
-from tests.agent_scene import (
+from tests.shard_scene import (
     Scene,
     agent,
     alive,
@@ -183,7 +184,7 @@ async def test_a_worker_waits_for_the_rendezvous_and_serves_nothing(place: Scene
     with socket.create_server(("127.0.0.1", 0)) as taken:
         meeting = 23399
         profile = Profile("p", "sim", nodes=2, gpus_per_node=0, tensor_parallel=2)
-        common = {"model": "m", "profile": profile, "leader": "127.0.0.1", "rendezvous_port": meeting}
+        common: dict[str, Any] = {"model": "m", "profile": profile, "leader": "127.0.0.1", "rendezvous_port": meeting}
         async with agent(place) as shards:
             shards.start(Shard("r1", rank=1, **common))
             waiting = f"waiting for the leader's rendezvous at 127.0.0.1:{meeting}"
@@ -335,7 +336,7 @@ async def test_the_memory_of_gpus_is_waited_for(place: Scene) -> None:
     """A driver that gives the memory back some time after the process is gone, and one that does not."""
     card = Gpu("GPU-1", 3, "NVIDIA L40S", "l40s-45g", 45 * GIB, used_bytes=0, compute_cap=(8, 9))
     readings = [40 * GIB, 40 * GIB, 0]
-    asked = []
+    asked: list[int] = []
 
     async def read() -> tuple[Gpu, ...]:
         used = readings[min(len(asked), len(readings) - 1)]
