@@ -24,8 +24,13 @@ class News:
         was told in between is missed."""
         await self._event.wait()
 
-    async def relay(self, changed: Callable[[], Awaitable[object]]) -> NoReturn:
-        """Tell each time `changed` returns, for ever."""
+    async def relay(
+        self,
+        changed: Callable[[], Awaitable[object]],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> NoReturn:
+        """Tell each time `changed` returns, for ever. Started once it would notice."""
+        task_status.started()  # no checkpoint follows before it waits
         while True:
             await changed()
             self.tell()

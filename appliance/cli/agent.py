@@ -206,9 +206,9 @@ class Agent:
         listen = [str(address_of(sock)) for sock in sockets]
         await ground.start(Site(board, lambda: self._renderer(identity)).serve, sockets, name="http")
         for changed in (self.shards.changed, self.machine.changed.wait):
-            ground.start_soon(self.local.wake.relay, changed, name="news for local mode")
-            ground.start_soon(self.changed.relay, changed, name="news for /events")
-        ground.start_soon(self.changed.relay, self.local.changed.wait, name="news for /events")
+            await ground.start(self.local.wake.relay, changed, name="news for local mode")
+            await ground.start(self.changed.relay, changed, name="news for /events")
+        await ground.start(self.changed.relay, self.local.changed.wait, name="news for /events")
         ground.start_soon(self._follow, board, name="events")
         ground.start_soon(self.machine.watch, name="machine")
         ground.start_soon(self.local.keep, name="local mode")
