@@ -105,7 +105,7 @@ def _lasting(value: Any) -> Any:
     match value:
         case dict():
             return {key: _lasting(item) for key, item in value.items() if key not in _QUIET}
-        case list():
+        case list() | tuple():
             return [_lasting(item) for item in value]
         case _:
             return value

@@ -125,7 +125,7 @@ class Site:
                 with trio.fail_after(HEAD_S):
                     request = await wrap_server_stream(nursery, _Again(stream, received), max_message_size=1 << 16)
                     client = await request.accept()
-                nursery.start_soon(_discard, client)
+                nursery.start_soon(_discard, client, nursery.cancel_scope)
                 await self._tell(client, own)
             nursery.cancel_scope.cancel()
 
@@ -148,11 +148,13 @@ class Site:
                     await _message(client, event if own else _without_tails(event))
 
 
-async def _discard(client: WebSocketConnection) -> None:
-    """Read what the client says, which is nothing to us; unread, it would hold back the answers to our pings."""
+async def _discard(client: WebSocketConnection, connection: trio.CancelScope) -> None:
+    """Read what the client says, until it leaves. It is nothing to us, but unread it would hold back the answers to our
+    pings."""
     with contextlib.suppress(ConnectionClosed):
         while True:
             await client.get_message()
+    connection.cancel()
 
 
 async def _message(client: WebSocketConnection, document: dict[str, Any]) -> None:
