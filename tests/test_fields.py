@@ -232,6 +232,7 @@ ODD_FORMS = {
     "space before colon": form(MODEL.replace(b":", b" :")),
     "no name": form(b"Content-Disposition: form-data\r\n\r\na"),
     "no disposition": form(b"Content-Type: text/plain\r\n\r\na"),
+    "no value": form(end=MODEL[:-1].join((b"---b0\r\n", b"---b0--\r\n"))),
     "no head": form(b"\r\na"),
     "attachment": form(b'Content-Disposition: attachment; name="model"\r\n\r\na'),
     "two dispositions": form(b'Content-Disposition: form-data; name="x"\r\n' + MODEL),
