@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -378,3 +379,19 @@ async def test_a_fault_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert answer.closes
         (line,) = door.told("request failed inside the router")
         assert line["request_id"] == "it" and type(failure).__name__ in line["exception"]
+
+
+# -- what is written about it ------------------------------------------------------------------------------------------
+
+
+def test_the_table_in_the_docs() -> None:
+    """Every row of it is true of some request here or there, and every code of the door's own stands in it."""
+    text = (Path(__file__).parent.parent / "docs" / "interface.md").read_text()
+    table = text.partition("## Refusals")[2].partition("\n## ")[0]
+    told = {(int(status), code) for status, code in re.findall(r"^\| (\d{3}) \| `(\w+)` \|", table, re.MULTILINE)}
+    own = {(row.status, row.code) for row in ROWS if not row.script or row.code.startswith("upstream")}
+    elsewhere = {
+        (408, "request_timeout"), (500, "internal_error"), (503, "model_not_ready"), (503, "queue_full"),
+        (503, "displaced"), (503, "buffers_full"), (503, "draining"), (503, "cancelled"), (504, "queue_timeout"),
+    }  # fmt: skip
+    assert told == own | elsewhere
