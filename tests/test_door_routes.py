@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -368,5 +367,15 @@ async def test_by_default_no_proxy_is_trusted(tmp_path: Path) -> None:
         assert door.told("request")[0]["client"].startswith("127.0.0.1:")
 
 
-def test_the_fixture_speaks_json() -> None:
-    assert json.loads(chat().partition(b"\r\n\r\n")[2])["model"] == MODEL
+async def test_what_is_kept_of_a_request_is_bounded(tmp_path: Path) -> None:
+    """The books hold thousands of records: none of what a client writes may be kept at its length."""
+    long = "x" * 200_000
+    async with fake_engine() as engine, router(tmp_path, engine) as door:
+        answer = await door.ask(chat("x-session-id: " + "s" * 30_000, model=long, user=long))
+        assert answer.status == 404 and len(answer.body) < 2000
+        assert (await door.ask(chat("x-session-id: " + "s" * 30_000, user=long))).status == 200
+        for record in door.app.gateway.books.recent(5):
+            texts = [value for value in vars(record).values() if isinstance(value, str | bytes)]
+            assert max(map(len, texts)) < 1000
+        sessions = door.app.gateway.table.entries["llama"].sessions
+        assert len(sessions) == 0

@@ -129,6 +129,11 @@ def test_the_largest_head() -> None:
     assert judged(b"\r\n".join((b"GET / HTTP/1.1", b"host: x", *fields, b"", b""))) == 431
 
 
+def test_the_longest_target() -> None:
+    assert judged(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"a" * (head.MAX_TARGET_BYTES - 1))) == 0
+    assert judged(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"a" * head.MAX_TARGET_BYTES)) == 431
+
+
 @pytest.mark.parametrize(
     ("fields", "length", "chunked", "keeps"),
     [

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 KEPT_RECORDS = 4000
+LONGEST_NAME = 200
+"""How much of the name asked for is kept, in characters: it comes from clients, and no model has a longer one."""
 CLIENT_LEFT = 499
 """The code in our books for a client that left before its answer was whole, as nginx writes it."""
 
@@ -56,7 +58,7 @@ class Record:
         caller = call.caller
         self.request_id = call.request_id.decode("latin-1")
         self.route = call.route.name
-        self.wanted = call.model
+        self.wanted = call.model[:LONGEST_NAME]
         self.band = caller.band
         self.tenant = caller.tenant
         self.stream = call.stream

@@ -18,6 +18,8 @@ import re
 HEAD_END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 65536
 MAX_FIELDS = 128
+MAX_TARGET_BYTES = 8192
+"""Targets are kept with the records of requests, so that one must not be as long as a head may be."""
 
 MOST_KNOWN_LINES = 4096
 LONGEST_KNOWN_LINE = 512
@@ -231,6 +233,8 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bytes, int]:
             raise BadHead("only HTTP/1.0 and HTTP/1.1 are spoken here")
         raise BadHead("malformed request line")
     target = match[2]
+    if len(target) > MAX_TARGET_BYTES:
+        raise BadHead(f"request target larger than {MAX_TARGET_BYTES} bytes", status=431)
     if b"#" in target:
         raise BadHead("a request target has no fragment")
     path, _, query = target.partition(b"?")
