@@ -20,6 +20,8 @@ ROWS = {
     "added_latency": "what a router adds to an engine of 50 ms",
     "memory": "resident memory: idle, with idle connections, after many requests and prompts",
     "prefix": "cache hits with and without prefix affinity; what a lookup costs",
+    "admission": "a person's latency beside a batch job, with admission and without",
+    "admission_cost": "what admission costs a request that has room",
     "many_streams": "1,000 streams over 3 sims; every hang-up frees the engine",
 }
 

@@ -46,6 +46,7 @@ class Site:
     folder: Path
     engine: str = "openai"
     settings: str = ""
+    capacity: int = _CAPACITY
 
 
 @attrs.frozen
@@ -160,7 +161,7 @@ def _appliance(site: Site) -> Launch:
         raise Missing(f"no command {path.name} beside this Python: install the project into this environment")
     endpoints = "".join(
         f'[[endpoints]]\nid = "e{number}"\nurl = "http://127.0.0.1:{port}/v1"\n'
-        f'models = ["{MODEL}"]\nengine = "{site.engine}"\ncapacity = {_CAPACITY}\n'
+        f'models = ["{MODEL}"]\nengine = "{site.engine}"\ncapacity = {site.capacity}\n'
         for number, port in enumerate(site.upstreams)
     )
     (site.folder / "appliance.toml").write_text(
@@ -238,10 +239,11 @@ def running(
     *,
     engine: str = "openai",
     settings: str = "",
+    capacity: int = _CAPACITY,
 ) -> Iterator[tuple[list[Running], list[Skipped]]]:
     """Start the named routers side by side; one that is not being measured is idle. All end with the block.
 
-    `engine` and `settings` (lines of TOML) are for our own configuration alone.
+    `engine`, `settings` (lines of TOML) and `capacity` (of each engine, 0: unknown) are for our own configuration.
     """
     up: list[Running] = []
     skipped: list[Skipped] = []
@@ -253,7 +255,7 @@ def running(
             home = folder / name
             home.mkdir()
             upstreams = tuple(each.port for each in engines)
-            site = Site(machine.free_port(), machine.free_port(), upstreams, home, engine, settings)
+            site = Site(machine.free_port(), machine.free_port(), upstreams, home, engine, settings, capacity)
             log = home / "log"
             try:
                 launch = RECIPES[name](site)
