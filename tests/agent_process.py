@@ -1,0 +1,205 @@
+"""`appliance agent` as a process that is stopped, killed and started again; what it leaves running is ended with the
+test, by the marker of its state directory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from appliance.agent import procfs
+from tests.serve_process import until
+
+LLAMA_SERVER = Path(sys.executable).with_name("appliance-llama-server")
+
+
+@attrs.frozen(eq=False)
+class Process:
+    """One agent, with its log in a file of its own."""
+
+    popen: subprocess.Popen[bytes]
+    log_file: Path
+
+    @property
+    def log(self) -> list[str]:
+        return self.log_file.read_text().splitlines()
+
+    @property
+    def port(self) -> int:
+        line = next(line for line in self.log if 'event="agent runs"' in line)
+        found = re.search(r"listen=http://127\.0\.0\.1:(\d+)", line)
+        assert found is not None, line
+        return int(found[1])
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.popen.pid, number)
+
+    async def logged(self, wanted: str, times: int = 1) -> str:
+        """Wait until `times` lines hold `wanted`; the last of them."""
+        lines: list[str] = []
+
+        def there() -> bool:
+            lines[:] = [line for line in self.log if wanted in line]
+            return len(lines) >= times or self.popen.poll() is not None
+
+        await until(there, f"logged: {wanted}")
+        assert len(lines) >= times, self.log
+        return lines[-1]
+
+    async def ended(self) -> int:
+        await until(lambda: self.popen.poll() is not None, "the agent has ended")
+        return self.popen.returncode
+
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.send(number)
+        return await self.ended()
+
+    async def status(self) -> dict[str, Any]:
+        return await trio.to_thread.run_sync(get_json, f"http://127.0.0.1:{self.port}/status")
+
+    async def shards(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.status())["appliance"]["shards"]
+        return found
+
+    async def shard(self, shard_id: str, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """Wait until the shard is there and `holds` is true of it."""
+        with trio.fail_after(60):
+            while True:
+                found = (await self.shards()).get(shard_id)
+                if found is not None and holds(found):
+                    return dict(found)
+                await trio.sleep(0.05)
+
+    async def ready(self, shard_id: str, *, other_than: int = 0) -> dict[str, Any]:
+        return await self.shard(shard_id, lambda each: each["state"] == "ready" and each["pid"] != other_than)
+
+
+class Agents:
+    """The agents of one test, on one state directory and one configuration."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state = folder / "appliance-state"
+        self.config = folder / "appliance.toml"
+        self._all: list[Process] = []
+
+    def configure(self, models: str, **agent: object) -> None:
+        """Write the file: loopback, ports of this test alone, no GPUs, and what the test says."""
+        first = 20000 + os.getpid() % 240 * 50  # below what the kernel gives out by itself
+        given = {
+            "node": "box",
+            "address": "127.0.0.1",
+            "listen": "127.0.0.1:0",
+            "port_range": [first, first + 49],
+            "gpus": {"backend": "none"},
+            "executables": {"llamacpp": str(LLAMA_SERVER)},
+            "llamacpp": {"threads": 1},
+        } | agent
+        from appliance.cli.config import toml_value
+
+        lines = [f"{key} = {toml_value(value)}" for key, value in given.items()]
+        self.config.write_text("\n".join(["[agent]", *lines, models]))
+
+    def environment(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("APPLIANCE_", "LISTEN_"))}
+        return (
+            own
+            | {
+                "APPLIANCE_CONFIG": str(self.config),
+                "STATE_DIRECTORY": str(self.state),
+                "RUNTIME_DIRECTORY": str(self.folder / "appliance-run"),
+            }
+            | dict(env or {})
+        )
+
+    def begin(self, *flags: str, env: Mapping[str, str] | None = None) -> Process:
+        log_file = self.folder / f"agent-{len(self._all)}.log"
+        with log_file.open("wb") as log:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "appliance", "agent", *flags],
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=self.environment(env),
+                start_new_session=True,
+            )
+        process = Process(popen, log_file)
+        self._all.append(process)
+        return process
+
+    async def start(self, *flags: str, **how: Any) -> Process:
+        process = self.begin(*flags, **how)
+        await process.logged('event="agent runs"')
+        return process
+
+    async def refused(self, **how: Any) -> list[str]:
+        process = self.begin(**how)
+        assert await process.ended() == 1, process.log
+        return process.log
+
+    def engines(self) -> dict[int, str]:
+        """Pid -> marker of every process that belongs to this state directory."""
+        with contextlib.suppress(FileNotFoundError):
+            word = (self.state / "shards" / "word").read_text().strip()
+            return procfs.marked(lambda marker: bool(word) and marker.startswith(f"{word}."))
+        return {}
+
+    def kill(self) -> None:
+        for process in self._all:
+            if process.popen.poll() is None:
+                process.popen.kill()
+            process.popen.wait()
+        for pid in self.engines():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@asynccontextmanager
+async def agents(folder: Path) -> AsyncIterator[Agents]:
+    made = Agents(folder)
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+def model(name: str, engine: str = "sim", source: str = "", replicas: int = 1, more: str = "gpus_per_node = 0") -> str:
+    """The tables of one model with one profile."""
+    return (
+        f"[[models]]\nname = '{name}'\nscaling = {{ min_replicas = {replicas} }}\n"
+        f"[[models.profiles]]\nname = 'p'\nengine = '{engine}'\nsource = '{source}'\n{more}\n"
+    )
+
+
+def need_llama() -> None:
+    if importlib.util.find_spec("xllamacpp") is None:
+        pytest.skip("xllamacpp is not installed (extra `demo`)")
+
+
+def get_json(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return json.load(answer)
+
+
+def chat(url: str, name: str, tokens: int = 4) -> str:
+    """What a model answers; `url` without /v1."""
+    body = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text: str = json.load(answer)["choices"][0]["message"]["content"]
+    return text
