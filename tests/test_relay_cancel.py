@@ -184,21 +184,23 @@ async def test_while_the_client_takes_nothing(tmp_path: Path, way: str) -> None:
 
 
 async def test_while_waiting_for_a_place(tmp_path: Path) -> None:
-    async with fake_engine(stuck()) as engine, router(tmp_path, config=engine.toml + "capacity = 1\n") as door:
-        clients = []
-        for _ in range(10):
-            client = await door.connect()
-            await client.send(chat())
-            clients.append(client)
-        await wait_all_tasks_blocked()
-        asked = len(engine.asked)
-        assert asked < 10
-        for client in reversed(clients):
-            await client.close()
+    async with fake_engine(stuck()) as engine:
+        engine.capacity = 1
+        async with router(tmp_path, engine) as door:
+            clients = []
+            for _ in range(10):
+                client = await door.connect()
+                await client.send(chat())
+                clients.append(client)
             await wait_all_tasks_blocked()
-        assert len(engine.asked) == asked, "one that left was sent"
-        await gone(door, engine)
-        assert door.app.gateway.gate.rules.depth("silver") == 0
+            asked = len(engine.asked)
+            assert asked < 10
+            for client in reversed(clients):
+                await client.close()
+                await wait_all_tasks_blocked()
+            assert len(engine.asked) == asked, "one that left was sent"
+            await gone(door, engine)
+            assert door.app.gateway.gate.rules.depth("silver") == 0
         working.clear()
 
 

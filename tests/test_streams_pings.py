@@ -193,6 +193,8 @@ class Mute:
         self._go.set()
 
 
+FULL = {"message": "full", "type": "t", "param": None, "code": "c"}
+LINES = b'{\n"error":\r\n{"message":"m","type":"t","param":null,"code":1}}'
 STORIES: dict[str, tuple[tuple[bytes, ...], bytes]] = {
     "a stream": (streamed(event("a"), DONE), chunk(event("a")) + chunk(DONE) + LAST),
     "a stream with a length": (
@@ -200,9 +202,9 @@ STORIES: dict[str, tuple[tuple[bytes, ...], bytes]] = {
         chunk(event("a") + DONE) + LAST,
     ),
     "a stream that begins with an error": (streamed(ERROR, DONE), chunk(ERROR)),
-    "an error with a status": ((whole(503, {"error": {"message": "full", "code": "x"}}),), b'"message": "full"'),
+    "an error with a status": ((whole(503, {"error": FULL}),), b'"message": "full"'),
     "an error in no shape": ((whole(400, b"what?"),), b'"what?"'),
-    "an error in lines": ((whole(400, b'{\n"error":\r\n{"message":"m"}}'),), b'data: { "error":  {"message":"m"}}\n\n'),
+    "an error in lines": ((whole(400, LINES),), b"data: " + LINES.replace(b"\n", b" ").replace(b"\r", b" ") + b"\n\n"),
     "no stream": ((whole(200, {"a": 1}),), b"upstream_failed"),
 }  # fmt: skip
 
@@ -255,16 +257,14 @@ async def test_a_body_that_is_no_stream_gets_no_comment(tmp_path: Path) -> None:
 
 async def test_waiting_for_a_place_is_silence_too(tmp_path: Path) -> None:
     """The queue is where the longest silences are. What it refuses is told in the stream then."""
-    script = Mute()
-    async with (
-        fake_engine(script) as engine,
-        router(tmp_path, config=f"{EARLY}\n{engine.toml}capacity = 1\n") as door,
-    ):
-        clients = [await waiting(door) for _ in range(8)]
-        assert len(engine.asked) < 8
-        door.later(16)
-        for client in clients:
-            assert (await heard(client)).endswith(chunk(PING))
+    async with fake_engine(Mute()) as engine:
+        engine.capacity = 1
+        async with router(tmp_path, engine, config=EARLY) as door:
+            clients = [await waiting(door) for _ in range(8)]
+            assert len(engine.asked) < 8
+            door.later(16)
+            for client in clients:
+                assert (await heard(client)).endswith(chunk(PING))
 
 
 async def test_a_client_that_leaves_while_it_is_pinged_is_noticed(tmp_path: Path) -> None:
