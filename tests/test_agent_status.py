@@ -75,6 +75,12 @@ def test_a_ready_replica_is_a_group_with_a_running_actor_and_an_endpoint() -> No
     assert (group["gpus_total"], group["gpus_used"], group["placement_groups"]) == (1, 1, {})
 
 
+def test_a_host_can_be_put_into_a_url_as_it_is() -> None:
+    shard = attrs.evolve(report().shard, address="fd00::1")
+    group = document(seen(attrs.evolve(report(), shard=shard)))["groups"]["llama.1"]
+    assert [agent["services"]["openai"]["host"] for agent in group["agents"].values()] == ["[fd00::1]"]
+
+
 def test_the_head_of_the_document() -> None:
     whole = document(seen())
     assert whole["proto"] == "0.99"

@@ -135,10 +135,11 @@ def _agent_id(report: Report, identity: Identity) -> str:
 
 def _agent(report: Report, identity: Identity) -> dict[str, Any]:
     services: dict[str, Any] = {}
+    address = report.shard.address
     if report.port and not report.ended:
         # With the host: the engine listens on this address alone, and others of the node would only be refused.
         services["openai"] = {
-            "host": report.shard.address,
+            "host": f"[{address}]" if ":" in address else address,
             "port": report.port,
             "path": "/v1",
             "provider": report.shard.profile.engine,
