@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -431,15 +432,21 @@ def test_without_samples_answers_that_end_one_by_one_ran_one_by_one(late_s: floa
     assert load.mark == 1
 
 
-def test_without_samples_short_answers_prove_nothing() -> None:
-    """Their ends are read in any order."""
+@pytest.mark.parametrize(("took_s", "tokens"), [(0.1, 10), (5.0, 0)])
+def test_without_samples_what_proves_nothing_is_tried_one_at_a_time(took_s: float, tokens: int) -> None:
+    """The ends of short answers are read in any order, and embeddings have no tokens to measure by."""
     load = Load("e")
-    tickets = [Ticket("m", "silver") for _ in range(4)]
-    for ticket in tickets:
-        load.send(ticket, 0.0)
-    for ticket in tickets:
-        load.end(ticket, 0.1, answered=True, tokens=10)
-    assert load.mark == 0
+    let_in = []
+    for turn in range(1, 9):
+        tickets = []
+        while load.open:
+            tickets.append(Ticket("m", "silver"))
+            load.send(tickets[-1], turn * 10.0)
+        let_in.append(len(tickets))
+        for ticket in tickets:
+            load.end(ticket, turn * 10.0 + took_s, answered=True, tokens=tokens)
+    assert let_in[0] == 2
+    assert all(later > earlier for earlier, later in pairwise(let_in))
 
 
 @pytest.mark.parametrize(("seen_at", "mark"), [(0.1, 3), (0.9, 1)])

@@ -4,13 +4,12 @@ An engine runs a batch and queues the rest, first come first served. Everything 
 behind strangers and out of our reach; everything held back below it is throughput given away. So the size of the batch
 is the figure that matters, and there are three ways to know it:
 
-1. *known*: configured, or told by the engine (`--max-num-seqs`, llama.cpp's slots);
-2. *learnt*: `PINS` samples in a row show requests waiting while the running ones stay at their high-water mark, though
-   at least one of ours has ended in between. The last condition tells a full batch from a long prefill, which holds
-   the queue up just the same but lets more run afterwards;
-3. *unknown*: it grows with what is proven. At most `UNPROVEN` requests beyond those that have run at once (high-water
-   mark of the samples) or are seen running (their first content has come) are let in, whatever the band. Each proof
-   opens a place, so a batch of 8 never has more than 2 waiting, and one of 256 fills at 2 per first token.
+1. *known*: configured, or told by the engine (`--max-num-seqs`, llama.cpp's slots); 2. *learnt*: `PINS` samples in a
+row show requests waiting while the running ones stay at their high-water mark, though at least one of ours has ended in
+between. The last condition tells a full batch from a long prefill, which holds the queue up just the same but lets more
+run afterwards; 3. *unknown*: it grows with what is proven. At most `UNPROVEN` requests beyond those that have run at
+once (high-water mark of the samples) or are seen running (their first content has come) are let in, whatever the band.
+Each proof opens a place, so a batch of 8 never has more than 2 waiting, and one of 256 fills at 2 per first token.
 
 What was learnt may be wrong: the mark was taken with long prompts, or by accident. So while requests of ours wait and
 the engine reports none waiting, it is doubted after `DOUBT_S`, which lets 2 beyond it in until the samples pin it down
@@ -29,10 +28,11 @@ of that time these ran together with it:
 - those that have not ended and whose first content had come by then, or that were sent clearly before it: engines start
   requests in the order they come, but what is sent at one moment comes in any order.
 
-It errs to the safe side. An answer of less than about 0.1 s proves nothing, because its end and those before it may be
-read in any order; nor does one without tokens (embeddings). An engine that is slower the more it does proves less than
-it runs. So an endpoint that is not scraped, and whose clients do not stream, may stay below its batch until somebody
-tells its `capacity`.
+It errs to the safe side: an engine that is slower the more it does proves less than it runs, so one that is not
+scraped, and whose clients do not stream, may stay below its batch until somebody tells its `capacity`. An answer of
+less than about 0.1 s proves nothing, because its end and those before it may be read in any order; nor does one without
+tokens (embeddings). Where nothing can be proven it can only be tried: each such answer lets one more in than before.
+What answers that fast does not drown, and holding embeddings to two at a time for ever would be worse than a queue.
 """
 
 from __future__ import annotations
@@ -230,11 +230,13 @@ class Load:
 
     def _learn_of_end(self, ticket: Ticket, now: float, tokens: int) -> None:
         """Raise the mark to what a complete answer proves (see above), the ticket itself included."""
-        if not tokens:
-            return
-        self._pace = min(self._pace, (now - ticket.sent_at) / tokens)
-        certain_s = CERTAIN * self._pace * tokens
+        certain_s = 0.0
+        if tokens:
+            self._pace = min(self._pace, (now - ticket.sent_at) / tokens)
+            certain_s = CERTAIN * self._pace * tokens
         if certain_s < 2 * LATE_S:
+            if self.inflight >= self.mark:
+                self.mark += 1
             return
         ran_at = now - certain_s
         together = 1
