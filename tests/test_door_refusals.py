@@ -15,8 +15,9 @@ import pytest
 import trio
 import trio.testing
 
+from appliance.door.connection import SLOWEST_BODY_BYTES_PER_S
 from tests.fake_engine import Asked, Peer, Script, fake_engine, says, streamed, whole
-from tests.raw_client import Answer, chat, request
+from tests.raw_client import Answer, Client, chat, request
 from tests.routers import Running, router
 
 CHAT_PATH = "/v1/chat/completions"
@@ -327,12 +328,13 @@ async def test_a_wait_that_was_too_long(tmp_path: Path) -> None:
 
 
 async def test_a_slow_head(tmp_path: Path) -> None:
-    async with router(tmp_path) as door:
+    async with router(tmp_path, config="[deadlines]\nhead_s = 100\n") as door:
         client = await door.connect()
         await client.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n")
         await door.until("it is read", lambda: any(not each.idle for each in door.app.listeners.connections))
-        door.later(14)
-        door.later(16)
+        door.later(50)
+        await nothing_comes(client)
+        door.later(101)
         answer = await client.answer()
         check(answer, Row("", b"", 408, "request_timeout", later=True))
         assert answer.closes
@@ -341,19 +343,25 @@ async def test_a_slow_head(tmp_path: Path) -> None:
         assert await client.rest() == (b"", "closed")
 
 
+async def nothing_comes(client: Client) -> None:
+    with trio.move_on_after(0.02):
+        assert await client.stream.receive_some(100) == "nothing yet"
+
+
 @pytest.mark.parametrize("field", ["content-length: 1000000", "transfer-encoding: chunked"])
 async def test_a_slow_body(tmp_path: Path, field: str) -> None:
-    async with fake_engine() as engine, router(tmp_path, engine) as door:
+    async with (
+        fake_engine() as engine,
+        router(tmp_path, engine, config="[deadlines]\nwrite_stall_s = 100\n") as door,
+    ):
         client = await door.connect()
-        body = b"8000\r\n" + b" " * 8192 if "chunked" in field else b" " * 8192
-        await client.send(request("POST", CHAT_PATH, field), body)
+        body = b" " * 40 * SLOWEST_BODY_BYTES_PER_S
+        await client.send(request("POST", CHAT_PATH, field), b"fffff\r\n" if "chunked" in field else b"", body)
         await door.until("it is read", lambda: any(not each.idle for each in door.app.listeners.connections))
-        await door.until("some of the body is there", lambda: len(door.app.listeners.connections) == 1)
-        await trio.testing.wait_all_tasks_blocked(0.01)
-        door.later(31)  # write_stall_s, and a second for each 4 KiB that came
-        await trio.testing.wait_all_tasks_blocked(0.01)
-        assert not client.buffer
-        door.later(33)
+        await trio.testing.wait_all_tasks_blocked(0.02)
+        door.later(120)  # write_stall_s, and 40 s for what came
+        await nothing_comes(client)
+        door.later(141)
         answer = await client.answer("POST")
         check(answer, Row("", b"", 408, "request_timeout", said="body", later=True))
         assert answer.closes

@@ -37,6 +37,20 @@ async def test_heads_and_chunks(tmp_path: Path, shape: Shape) -> None:
         assert engine.asked == []
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [b"\x16\x03\x01\x02\x00", b"\x00", b"{", b"\r", b"get", b"GET / HTTP/1.1\n", b"GET / HTTP/1.1\r\nhost: x\n\n"],
+)
+async def test_what_can_become_no_request_is_refused_at_once(tmp_path: Path, raw: bytes) -> None:
+    """Whoever sent it waits for an answer, and would wait until a deadline struck."""
+    async with door_and_engine(tmp_path) as (door, _):
+        client = await door.connect()
+        await client.send(raw)
+        answer = await client.answer()
+        assert (answer.status, answer.error["code"], answer.closes) == (400, "bad_request", True)
+        assert ("TLS" in answer.error["message"]) is raw.startswith(b"\x16\x03")
+
+
 @pytest.mark.parametrize("shape", PATHS, ids=lambda shape: shape.name)
 async def test_paths(tmp_path: Path, shape: Shape) -> None:
     """The framing is certain here: the connection stays in step."""
