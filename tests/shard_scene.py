@@ -106,9 +106,9 @@ async def agent(scene: Scene, **changes: Any) -> AsyncIterator[Shards]:
     shards.close()
 
 
-def stub(replica: str, *args: str, model: str = "m", **changes: Any) -> Shard:
+def stub(replica: str, *args: str, model: str = "m", source: str = "/dev/null", **changes: Any) -> Shard:
     """A shard that the stub engine is, with these flags of its own."""
-    profile = Profile("p", "llamacpp", source="/dev/null", gpus_per_node=0, args=args)
+    profile = Profile("p", "llamacpp", source=source, gpus_per_node=0, args=args)
     return Shard(replica, model, profile, **changes)
 
 

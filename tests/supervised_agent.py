@@ -3,7 +3,7 @@
 For each line of JSON on its standard input it forks an agent (what takes long, importing, is done by then), says its
 pid, and fetches its status when it has ended. The line says what the agent does after it has adopted:
 
-    run    shards to start: name -> flags of the stub engine
+    run    shards to start: name -> flags of the stub engine, or of `executable` on `source` where those are given
     seed   start and stop them at random for ever, by this seed (null: do not)
     stop   stop everything that is there
 
@@ -36,7 +36,7 @@ async def be_an_agent(shards: Shards, folder: Path, order: dict[str, Any]) -> No
         flags: dict[str, list[str]] = order["run"]
         if order["seed"] is None:
             for name, args in flags.items():
-                shards.start(stub(name, *args))
+                shards.start(stub(name, *args, source=order["source"]))
         else:
             nursery.start_soon(at_random, shards, flags, random.Random(order["seed"]))
         for shard_id in list(shards.reports()) if order["stop"] else ():
@@ -85,7 +85,9 @@ def main() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            trio.run(be_an_agent, made.shards(), folder, json.loads(line))
+            order = json.loads(line)
+            programs = {"executables": {"llamacpp": order["executable"]}} if order["executable"] else {}
+            trio.run(be_an_agent, made.shards(**programs), folder, order)
             os._exit(0)
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

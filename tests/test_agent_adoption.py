@@ -3,6 +3,7 @@ nobody knows, never somebody else's process killed."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -21,7 +22,10 @@ import httpx
 import pytest
 
 from appliance.agent import procfs
-from appliance.agent.records import StateInUse, Store
+from appliance.agent.records import Process, Record, StateInUse, Store, describes
+from appliance.facts.catalog import Profile
+from appliance.facts.replica import Shard
+from tests.engines.tiny_gguf import TinyModels, words
 from tests.shard_scene import SECONDS, Scene, alive, pids_in, scene
 
 PORTS = (23400, 23599)
@@ -34,19 +38,30 @@ class Agents:
 
     place: Scene
     popen: subprocess.Popen[str]
+    running: int = 0
 
-    def begin(self, *, run: dict[str, list[str]] | None = None, seed: int | None = None, stop: bool = False) -> int:
-        """Fork one; its pid."""
+    def begin(
+        self,
+        *,
+        run: dict[str, list[str]] | None = None,
+        seed: int | None = None,
+        stop: bool = False,
+        executable: str = "",
+        source: str = "/dev/null",
+    ) -> None:
+        """Fork one; see `tests/supervised_agent.py` for what it does."""
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
         (self.place.folder / "reports.json").unlink(missing_ok=True)
-        self.popen.stdin.write(json.dumps({"run": run or {}, "seed": seed, "stop": stop}) + "\n")
+        order = {"run": run or {}, "seed": seed, "stop": stop, "executable": executable, "source": source}
+        self.popen.stdin.write(json.dumps(order) + "\n")
         self.popen.stdin.flush()
-        return int(self.popen.stdout.readline())
+        self.running = int(self.popen.stdout.readline())
 
-    def end(self, pid: int, number: signal.Signals = signal.SIGKILL) -> int:
-        """End it; its exit status, negative for a signal."""
+    def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """End the one that runs; its exit status, negative for a signal."""
         assert self.popen.stdout is not None
+        pid, self.running = self.running, 0
         os.kill(pid, number)
         return int(self.popen.stdout.readline())
 
@@ -87,21 +102,24 @@ def making_agents(folder: Path, ports: tuple[int, int]) -> Iterator[Agents]:
     command = [sys.executable, "-m", "tests.supervised_agent", str(folder), *map(str, ports)]
     with scene(folder, ports) as place:
         popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        with popen:
-            yield Agents(place, popen)
-            assert popen.stdin is not None
-            popen.stdin.close()
+        agents = Agents(place, popen)
+        try:
+            yield agents
+        finally:
+            # Also when the test has failed with an agent still there: it would start engines for ever.
+            if agents.running:
+                agents.end()
+            popen.kill()
+            popen.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_next_agent_adopts_what_runs_and_stops_it_by_its_group(agents: Agents, number: signal.Signals) -> None:
-    agent = agents.begin(
-        run={"r1": ["--children", "2"], "r2": ["--load-s", "60"], "r3": ["--title", "engine: serving"]}
-    )
+    agents.begin(run={"r1": ["--children", "2"], "r2": ["--load-s", "60"], "r3": ["--title", "engine: serving"]})
     states = {"r1/0": "ready", "r2/0": "loading", "r3/0": "ready"}
     before = agents.wait(lambda found: {name: row["state"] for name, row in found.items()} == states)
     log = next((agents.place.state / "logs").glob("r1-0-*.log"))
-    assert agents.end(agent, number) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert agents.end(number) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
     assert httpx.get(f"http://127.0.0.1:{before['r1/0']['port']}/health").status_code == 200
 
     agents.begin()
@@ -112,7 +130,7 @@ def test_the_next_agent_adopts_what_runs_and_stops_it_by_its_group(agents: Agent
     pids = pids_in(str(log))
     assert len(pids) == 3
     assert all(map(alive, pids))
-    agents.end(json.loads((agents.place.folder / "reports.json").read_text())["agent"])
+    agents.end()
 
     agents.begin(stop=True)
     stopped = agents.wait(lambda found: all(row["state"] == "stopped" for row in found.values()))
@@ -120,15 +138,48 @@ def test_the_next_agent_adopts_what_runs_and_stops_it_by_its_group(agents: Agent
     assert not any(map(alive, pids))
     assert log.read_text().endswith("SIGTERM\n")
     assert agents.place.processes() == {}
-    agents.end(json.loads((agents.place.folder / "reports.json").read_text())["agent"])
+    agents.end()
+
+
+def test_a_real_engine_outlives_the_agent_and_is_stopped_by_the_next(agents: Agents, tiny_models: TinyModels) -> None:
+    if importlib.util.find_spec("xllamacpp") is None:
+        pytest.skip("xllamacpp is not installed (extra `demo`)")
+    server = agents.place.folder / "llama-server"
+    server.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from appliance.llama_server.main import main\nsys.exit(main())\n"
+    )
+    server.chmod(0o755)
+    run = {"r1": ["--parallel", "1"]}
+    agents.begin(run=run, executable=str(server), source=str(tiny_models.model))
+    seen: list[str] = []
+
+    def settled(found: dict[str, dict[str, Any]]) -> bool:
+        seen.append(found["r1/0"]["state"])
+        return seen[-1] == "ready"
+
+    before = agents.wait(settled)["r1/0"]
+    assert "loading" in seen
+    agents.end()
+    agents.begin()
+    after = agents.wait(lambda found: found["r1/0"]["state"] == "ready")["r1/0"]
+    assert after == before | {"adopted": True}
+    url = f"http://127.0.0.1:{after['port']}/v1/completions"
+    body = {"model": "m", "prompt": "hi", "max_tokens": 5, "temperature": 0}
+    assert httpx.post(url, json=body).json()["choices"][0]["text"] == words(5)
+    agents.end(signal.SIGTERM)
+    assert httpx.post(url, json=body).json()["choices"][0]["text"] == words(5)
+    agents.begin(stop=True)
+    assert agents.wait(lambda found: found["r1/0"]["state"] == "stopped")
+    assert agents.place.processes() == {}
 
 
 def test_death_while_the_agent_is_away_is_told_by_the_next(agents: Agents) -> None:
-    agent = agents.begin(run={"r1": ["--children", "1", "--say", "CUDA error: device-side assert"], "r2": []})
+    agents.begin(run={"r1": ["--children", "1", "--say", "CUDA error: device-side assert"], "r2": []})
     before = agents.wait(lambda found: [row["state"] for row in found.values()] == ["ready", "ready"])
-    agents.end(agent)
+    agents.end()
     os.kill(before["r1/0"]["pid"], signal.SIGKILL)
-    agent = agents.begin()
+    agents.begin()
     after = agents.wait(lambda found: found["r1/0"]["state"] == "failed")
     assert after["r1/0"]["reason"] == "the engine ended while the agent was away"
     assert after["r1/0"]["exit"] == "unknown (adopted)"
@@ -136,10 +187,10 @@ def test_death_while_the_agent_is_away_is_told_by_the_next(agents: Agents) -> No
     assert (after["r2/0"]["state"], after["r2/0"]["pid"]) == ("ready", before["r2/0"]["pid"])
     assert set(agents.place.processes()) == {before["r2/0"]["pid"]}
     # Nobody may have heard of it, so the one after it tells it again.
-    agents.end(agent)
-    agent = agents.begin()
+    agents.end()
+    agents.begin()
     assert agents.wait(lambda found: len(found) == 2)["r1/0"] == after["r1/0"] | {"adopted": False}
-    agents.end(agent)
+    agents.end()
 
 
 def test_twenty_kills_at_random_moments(agents: Agents) -> None:
@@ -156,34 +207,34 @@ def test_twenty_kills_at_random_moments(agents: Agents) -> None:
     forged = 0
     try:
         for round in range(20):
-            agent = agents.begin(run=flags, seed=rng.randrange(1 << 30))
+            agents.begin(run=flags, seed=rng.randrange(1 << 30))
             until = time.monotonic() + rng.random() * 0.7
             while time.monotonic() < until:
                 for shard_id, pids in agents.engines().items():
                     most[shard_id] = max(most[shard_id], len(pids))
                 time.sleep(0.02)
-            agents.end(agent)
+            agents.end()
             for shard_id, pids in agents.engines().items():
                 most[shard_id] = max(most[shard_id], len(pids))
             if round % 4 == 3:
                 forged += forge(agents, foreign, with_start_time=round % 8 == 3)
         # The last one starts nothing of its own. It must know all that is there, and be able to end it.
-        agent = agents.begin()
+        agents.begin()
         agents.wait(
             lambda found: all(row["state"] not in ("starting", "stopping", "draining") for row in found.values())
         )
         known = {row["pid"] for row in agents.reports().values()}
         for pids in agents.engines().values():
             assert set(pids) <= known
-        agents.end(agent)
-        agent = agents.begin(stop=True)
+        agents.end()
+        agents.begin(stop=True)
         agents.wait(lambda found: all(row["state"] in ("stopped", "failed") for row in found.values()))
-        agents.end(agent)
+        agents.end()
         assert agents.place.processes() == {}
         assert [each.poll() for each in foreign] == [None] * len(foreign)
     finally:
         for each in foreign:
-            each.kill()
+            os.killpg(each.pid, signal.SIGKILL)
             each.wait()
     assert forged > 0
     assert set(most) == {f"{name}/0" for name in flags}
@@ -215,37 +266,59 @@ def test_two_agents_on_one_host_leave_each_others_engines_alone(tmp_path: Path) 
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with making_agents(tmp_path / "a", PORTS) as one, making_agents(tmp_path / "b", PORTS) as other:
-        first = one.begin(run={"r1": []})
+        one.begin(run={"r1": []})
         before = one.wait(lambda found: found["r1/0"]["state"] == "ready")
-        one.end(first)
+        one.end()
         # The same shard and the same ports: nothing but the state directory is another one.
-        second = other.begin(run={"r1": []})
+        other.begin(run={"r1": []})
         theirs = other.wait(lambda found: found["r1/0"]["state"] == "ready")
         assert theirs["r1/0"]["port"] != before["r1/0"]["port"]
-        other.end(second)
-        second = other.begin(stop=True)
+        other.end()
+        other.begin(stop=True)
         other.wait(lambda found: found["r1/0"]["state"] == "stopped")
-        other.end(second)
+        other.end()
         assert other.place.processes() == {}
         assert set(one.place.processes()) == {before["r1/0"]["pid"]}
-        first = one.begin(stop=True)
+        one.begin(stop=True)
         one.wait(lambda found: found["r1/0"]["state"] == "stopped")
-        one.end(first)
+        one.end()
 
 
 def test_an_engine_that_nobody_can_describe_is_killed(agents: Agents) -> None:
-    agent = agents.begin(run={"r1": ["--children", "1"], "r2": [], "r3": []})
+    agents.begin(run={"r1": ["--children", "1"], "r2": [], "r3": []})
     before = agents.wait(lambda found: len(found) == 3 and all(row["state"] == "ready" for row in found.values()))
-    agents.end(agent)
+    agents.end()
     (record,) = agents.place.state.glob("shards/r1-0-*/record.json")
     record.write_text("{")
     (record,) = agents.place.state.glob("shards/r2-0-*/record.json")
     record.write_text(record.read_text().replace('"version":1', '"version":99'))
-    agent = agents.begin()
+    agents.begin()
     after = agents.wait(lambda found: "r3/0" in found)
     assert set(after) == {"r3/0"}
     assert set(agents.place.processes()) == {before["r3/0"]["pid"]}
-    agents.end(agent)
+    agents.end()
+
+
+def test_a_number_given_out_again_is_another_process(tmp_path: Path) -> None:
+    """Without its start time a process that calls itself something would pass for one that does so too."""
+    (tmp_path / "stub").write_text((Path(__file__).parent / "stub_engine.py").read_text())
+    argv = (sys.executable, str(tmp_path / "stub"), "--title", "engine: idle")
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, env={}) as popen:
+        try:
+            assert popen.stdout is not None
+            while popen.stdout.readline() != b"serving\n":
+                assert popen.poll() is None
+            seen = procfs.see(popen.pid)
+            assert seen is not None
+            assert procfs.command_line(popen.pid)[0] == "engine: idle"
+            process = Process("x", argv, (), popen.pid, seen.started, (argv,))
+            record = Record(Shard("r", "m", Profile("p", "sim")), "word.nonce.r/0", procfs.boot_id())
+            assert describes(process, record, record.boot)
+            assert not describes(attrs.evolve(process, started=seen.started - 1), record, record.boot)
+            assert not describes(process, record, "another boot")
+            assert not describes(attrs.evolve(process, argv=argv[:1]), record, record.boot)
+        finally:
+            popen.kill()
 
 
 def test_a_state_directory_has_one_owner(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ For every record of this state directory one of these holds:
 
     the engine's own process is there              adopted as what it was: loading, ready, on its way to a stop
     it is not                                      the shard failed while nobody looked; what is left of it is ended
-    it was never started, or has no pid            whatever carries the marker is killed, and the shard begins anew
+    it was not started yet                         whatever carries the marker is killed, and the shard begins anew
     it had ended before                            told once more, since nobody may have heard
 
 and a process that carries our word in its marker, but belongs to no such record, is killed: nobody could stop it later,
@@ -59,11 +59,19 @@ def sort_out(store: Store) -> Sorted:
 def _find(record: Record, store: Store) -> Found:
     if record.ended:
         return Found(record)
-    main = record.main
-    if main is None or not main.pid:
+    if record.state != "stopping" and record.main is None:
         if record.wish == "stop":
             return Found(attrs.evolve(record, state="stopping"))
         # What was started of it is killed above; a plan made anew may choose other ports.
         again = attrs.evolve(store.new(record.shard, record.agent_id, record.since), used_bytes=record.used_bytes)
         return Found(again)
-    return Found(record, tuple(adopt(process, record, store.boot) for process in record.processes))
+    handles = tuple(adopt(process, record, store.boot) for process in record.processes)
+    if record.complete and handles[-1].ended and record.state != "stopping":
+        # Said at once: nobody must take it for ready because it once was.
+        record = attrs.evolve(record, state="stopping", reason="the engine ended while the agent was away")
+    # Numbers that are, or may by now be, other processes' are not told of as ours.
+    there = (
+        process if handle.pidfd >= 0 else attrs.evolve(process, pid=0)
+        for process, handle in zip(record.processes, handles, strict=True)
+    )
+    return Found(attrs.evolve(record, processes=tuple(there)), handles)

@@ -134,13 +134,11 @@ def launch(
     last: bool,
     save: Callable[[Record], None],
 ) -> tuple[Handle, Record]:
-    """Start one command of a shard: written down, started, written down with its pid. Blocks; run it in a thread.
+    """Start one command of a shard and write it down. Blocks; run it in a thread that is not left behind.
 
-    Raises OSError when it cannot be started, and when it cannot be written down: then nothing runs.
+    Raises OSError when it cannot be started, and when it cannot be written down: then nothing runs. An agent that dies
+    between the two leaves a process whose marker says that it is ours, and no record that describes it.
     """
-    intended = Process(command.name, command.argv, command.stop)
-    before = record.processes
-    save(attrs.evolve(record, processes=(*before, intended), complete=last))
     argv = [*prefix, *command.argv]
     output = os.open(record.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -156,19 +154,26 @@ def launch(
         )
     finally:
         os.close(output)
-    pidfd = os.pidfd_open(popen.pid)
+    pidfd = -1
     try:
+        pidfd = os.pidfd_open(popen.pid)
         seen = procfs.see(popen.pid)
         lines = dict.fromkeys([tuple(argv), command.argv, procfs.command_line(popen.pid)])
-        process = attrs.evolve(
-            intended, pid=popen.pid, started=seen.started if seen else 0, lines=tuple(line for line in lines if line)
+        process = Process(
+            name=command.name,
+            argv=command.argv,
+            stop=command.stop,
+            pid=popen.pid,
+            started=seen.started if seen else 0,
+            lines=tuple(line for line in lines if line),
         )
-        record = attrs.evolve(record, processes=(*before, process), complete=last)
+        record = attrs.evolve(record, processes=(*record.processes, process), complete=last)
         save(record)
     except BaseException:
         os.killpg(popen.pid, signal.SIGKILL)
         popen.wait()
-        os.close(pidfd)
+        if pidfd >= 0:
+            os.close(pidfd)
         raise
     return Handle(process, record.marker, pidfd, popen), record
 

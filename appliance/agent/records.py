@@ -5,9 +5,9 @@
     STATE/shards/NAME/record.json
     STATE/logs/NAME.log          and .log.1, what came before
 
-A record is written before each process is started (with its command, and no pid), again with its pid, and at each
-change of state, always before the change is reported. An agent that dies in between leaves a command without a pid:
-what carries the marker of such a record is killed, and the shard begins anew.
+A record is written when the shard is to be started, when each of its processes has been, and at each change of state,
+always before the change is reported. An agent that dies between the start of a process and its record leaves one that
+carries a marker and is described nowhere: it is killed, and the shard begins anew.
 
 Files are replaced as a whole by renaming, so none is ever half written. They are not synced to the disk: they describe
 processes, and when the machine goes down those are gone too. All are readable by the agent's user alone, because the
@@ -48,7 +48,7 @@ class StateInUse(Exception):
 
 @attrs.frozen
 class Process:
-    """One command of the shard. `pid` 0: it was about to be started. `started` is in clock ticks since the boot.
+    """One command of the shard, started. `pid` 0: it is known to be gone. `started` is in clock ticks since the boot.
 
     `lines` are command lines it may have: the one it was started with and those it was seen with later, since scripts
     run as their interpreter, and wrappers replace themselves.
@@ -66,8 +66,8 @@ class Process:
 class Record:
     """Everything the next agent must know of one shard.
 
-    `marker` is in the environment of all its processes. `wish` is what was asked for last. `processes` are those whose
-    start was attempted, in that order; `complete` once the last one, the engine's own, is among them. `stop_by` and
+    `marker` is in the environment of all its processes. `wish` is what was asked for last. `processes` are those that
+    were started, in that order; `complete` once the last one, the engine's own, is among them. `stop_by` and
     `state_since` are in seconds since 1970. `secrets` must not be shown. `load_bytes` is the size of the weights, 0
     unknown. `used_bytes` is what was in use of each GPU before, by UUID.
     """
@@ -99,7 +99,7 @@ class Record:
 
     @property
     def main(self) -> Process | None:
-        """The engine's own process, None before its start was attempted."""
+        """The engine's own process, None before it was started."""
         return self.processes[-1] if self.complete else None
 
     def report(self, *, adopted: bool = False) -> Report:
