@@ -315,7 +315,7 @@ def test_a_request_that_waits_says_why_and_behind_whom(gateway: Gateway) -> None
     record.tickets.append(asked(b"three"))
     (place,) = shown(gateway, record)["places"]
     assert place["state"] == "waiting" and place["blocker"] == "saturation"
-    assert place["told"] == "its pool was 100% full, and silver is let in up to 90%; 1 ahead of it"
+    assert place["told"] == "its pool was 100% full, and silver is let in up to 90%, itself counted; 1 ahead of it"
     (only,) = documents.models(gateway, now)
     assert only["waiting"] == 2 and only["pools"][0]["saturation"] == 1.0
     waiting = {band["name"]: band["waiting"] for band in documents.bands(gateway, now)}

@@ -18,6 +18,8 @@ from ..facts.choice import SCORERS, Attempt, Choice
 from ..gateway.record import Record
 from ..gateway.relay import Promises
 from ..gateway.service import Gateway
+from ..rules.admission.outlook import Outlook, outlook
+from ..rules.admission.refusals import REASONS
 from ..rules.admission.ticket import Ticket
 from ..rules.scheduling.filters import gate
 from ..rules.scheduling.member import Member
@@ -26,7 +28,7 @@ from ..rules.scheduling.retry import Retry, Step
 from ..rules.scheduling.table import Entry
 from .memory import resident
 from .running import Running
-from .telling import became, followed, happened, state, troubles, waited
+from .telling import became, followed, happened, prospect, state, troubles, waited
 
 Document = dict[str, Any]
 WORDS_BYTES = 200
@@ -165,6 +167,21 @@ def model(gateway: Gateway, name: str, now: float) -> Document | None:
             for member in entry.members
         ],
         "chain": [_model(gateway, other, now) for other in gateway.table.chain(entry)],
+        "outlook": [_outlook(each) for each in outlook(gateway.gate.rules, entry.name)],
+    }
+
+
+def _outlook(each: Outlook) -> Document:
+    """What a request of a band would meet."""
+    return {
+        "band": each.band,
+        "ceiling": each.ceiling,
+        "waiting": each.waiting,
+        "room": each.room,
+        "ahead": each.ahead,
+        "blocker": each.blocker,
+        "saturation": each.saturation,
+        "told": prospect(each),
     }
 
 
@@ -173,6 +190,11 @@ def model(gateway: Gateway, name: str, now: float) -> Document | None:
 
 def bands(gateway: Gateway, now: float) -> list[Document]:
     """`/bands`, the highest first."""
+    meters = gateway.meters
+    ended: dict[str, int] = {}
+    for model in meters.models.values():
+        for (name, _), count in model.requests.items():
+            ended[name] = ended.get(name, 0) + count
     return [
         {
             "name": band.name,
@@ -182,6 +204,9 @@ def bands(gateway: Gateway, now: float) -> list[Document]:
             "waiting": band.waiting,
             "oldest_s": band.oldest_s,
             "models": band.models,
+            "ended": ended.get(band.name, 0),
+            "waited": sum(meters.queue_wait[band.name].counts) if band.name in meters.queue_wait else 0,
+            "refused": sum(meters.rejections.get((band.name, reason), 0) for reason in REASONS),
         }
         for band in gateway.gate.rules.bands(now)
     ]
@@ -226,6 +251,7 @@ def _request(record: Record, now: float) -> Document:
         "route": record.route,
         "stream": record.stream,
         "band": record.band,
+        "tenant": record.tenant[:WORDS_BYTES],
         "outcome": record.outcome,
         "code": record.code or None,
         "reason": record.reason,
@@ -262,7 +288,9 @@ def _place(ticket: Ticket, now: float) -> Document:
     explained = ticket.explain(now)
     return {
         "model": explained.model,
+        "band": explained.band,
         "state": explained.state,
+        "work": explained.work,
         "wait_s": explained.wait_s,
         "pool": explained.pool,
         "blocker": explained.blocker,

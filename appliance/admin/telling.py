@@ -10,6 +10,7 @@ from ..facts import choice
 from ..facts.choice import Attempt
 from ..gateway.record import Record
 from ..gateway.service import Gateway
+from ..rules.admission.outlook import Outlook
 from ..rules.admission.ticket import Explanation
 from ..rules.scheduling.filters import gate
 from ..rules.scheduling.member import Member
@@ -55,7 +56,8 @@ def waited(place: Explanation) -> str:
     """Why a request had to wait, "" for one that did not."""
     match place.blocker:
         case "saturation":
-            why = f"its pool was {place.saturation:.0%} full, and {place.band} is let in up to {place.ceiling:.0%}"
+            ceiling = f"{place.band} is let in up to {place.ceiling:.0%}, itself counted"
+            why = f"its pool was {place.saturation:.0%} full, and {ceiling}"
         case "unproven":
             why = "every endpoint held as many requests as one may whose capacity is not known yet"
         case "loading":
@@ -63,6 +65,21 @@ def waited(place: Explanation) -> str:
         case _:
             return ""
     return f"{why}; {place.ahead or 'nobody'} ahead of it"
+
+
+def prospect(each: Outlook) -> str:
+    """What a request of a band would meet."""
+    if each.room:
+        return "gets a place at once"
+    match each.blocker:
+        case "loading":
+            return f"waits until the model is started, {each.ahead or 'nobody'} ahead of it"
+        case "unproven":
+            why = "every endpoint holds as many requests as one may whose capacity is not known yet"
+        case _:
+            ceiling = f"with it would be above the {each.ceiling:.0%} of its band"
+            why = f"the pool is {each.saturation:.0%} full, and {ceiling}"
+    return f"waits, {each.ahead or 'nobody'} ahead of it: {why}"
 
 
 def became(record: Record) -> str:

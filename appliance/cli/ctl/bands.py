@@ -14,7 +14,10 @@ COLUMNS = (
     Column("OLDEST", right=True),
     Column("LIMIT", right=True, spare=1),
     Column("CEILING", right=True),
-    Column("WAITING FOR", long=True, spare=2),
+    Column("ENDED", right=True, spare=3),
+    Column("WAITED", right=True, spare=4),
+    Column("REFUSED", right=True, spare=2),
+    Column("WAITING FOR", long=True, spare=5),
 )
 
 
@@ -24,7 +27,8 @@ def bands(as_json: bool) -> None:
     """Who waits for a place, by priority, the highest band first.
 
     OF is how many may wait, OLDEST the longest wait among them, LIMIT the longest allowed. CEILING: a band is let in
-    while its pool is less full than that.
+    while its pool is less full than that, the request counted. ENDED are its requests since the router started, WAITED
+    those that had to wait, REFUSED those that found the queue full, were displaced, or waited too long.
     """
     document = ask("bands")
     if as_json:
@@ -40,6 +44,9 @@ def bands(as_json: bool) -> None:
                 seconds(band["oldest_s"]) if band["waiting"] else "",
                 seconds(band["ttl_s"]),
                 share(band["ceiling"]),
+                count(band["ended"]),
+                count(band["waited"]),
+                count(band["refused"]),
                 ", ".join(f"{name} {number:,}" for name, number in sorted(band["models"].items())),
             )
             for band in document["bands"]

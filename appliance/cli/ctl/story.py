@@ -91,6 +91,7 @@ def _facts(document: Document) -> Iterator[tuple[str, str]]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(document["began_at"]))
     yield "when", f"{when}, {ago(document['began_at'])} ago"
     yield "band", document["band"]
+    yield "tenant", document["tenant"] or "unknown"
     waits = [place for place in document["places"] if place["told"]]
     for place in waits:
         whose = "" if place["model"] == document["model"] else f" for {place['model']}"
@@ -188,6 +189,12 @@ def tell_model(document: Document) -> None:
     print_lines([_now(document)])
     out.print()
     print_pairs(_about(document))
+    if document["outlook"]:
+        out.print()
+        print_table(
+            [Column("BAND"), Column("WAITING", right=True), Column("A REQUEST NOW", long=True)],
+            [(each["band"], count(each["waiting"]), each["told"]) for each in document["outlook"]],
+        )
     for pool in document["pools"]:
         out.print()
         full = "" if pool["saturation"] is None else f", {share(pool['saturation'])} full"

@@ -4,12 +4,13 @@ An engine runs a batch and queues the rest, first come first served. Everything 
 behind strangers and out of our reach; everything held back below it is throughput given away. So the size of the batch
 is the figure that matters, and there are three ways to know it:
 
-1. *known*: configured, or told by the engine (`--max-num-seqs`, llama.cpp's slots); 2. *learnt*: `PINS` samples in a
-row show requests waiting while the running ones stay at their high-water mark, though at least one of ours has ended in
-between. The last condition tells a full batch from a long prefill, which holds the queue up just the same but lets more
-run afterwards; 3. *unknown*: it grows with what is proven. At most `UNPROVEN` requests beyond those that have run at
-once (high-water mark of the samples) or are seen running (their first content has come) are let in, whatever the band.
-Each proof opens a place, so a batch of 8 never has more than 2 waiting, and one of 256 fills at 2 per first token.
+1. *known*: configured, or told by the engine (`--max-num-seqs`, llama.cpp's slots);
+2. *learnt*: `PINS` samples in a row show requests waiting while the running ones stay at their high-water mark, though
+   at least one of ours has ended in between. The last condition tells a full batch from a long prefill, which holds
+   the queue up just the same but lets more run afterwards;
+3. *unknown*: it grows with what is proven. At most `UNPROVEN` requests beyond those that have run at once (high-water
+   mark of the samples) or are seen running (their first content has come) are let in, whatever the band. Each proof
+   opens a place, so a batch of 8 never has more than 2 waiting, and one of 256 fills at 2 per first token.
 
 What was learnt may be wrong: the mark was taken with long prompts, or by accident. So while requests of ours wait and
 the engine reports none waiting, it is doubted after `DOUBT_S`, which lets 2 beyond it in until the samples pin it down

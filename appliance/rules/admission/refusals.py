@@ -12,6 +12,8 @@ import math
 from appliance.facts.bands import Band
 from appliance.facts.errors import Refusal
 
+REASONS = ("queue_full", "displaced", "queue_timeout")
+"""What the queue refuses for; a model without an endpoint is not its doing."""
 PACE_S = 15.0
 """Time constant of a queue's pace."""
 NOT_READY_RETRY_S = 5.0
