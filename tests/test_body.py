@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 
@@ -133,12 +134,17 @@ def test_a_bomb_goes_off_in_pieces(coding: bytes) -> None:
     assert len(BOMBS[coding]) < MB // 8
     size = 0
     pieces: Iterator[bytes] = expanding(BOMBS[coding], coding, 4 * MB)
-    with pytest.raises(Refusal) as caught:
-        for piece in pieces:
-            assert len(piece) <= 9 * PIECE_BYTES
-            size += len(piece)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refusal) as caught:
+            for piece in pieces:
+                size += len(piece)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert caught.value.status == 413
     assert size <= 4 * MB
+    assert most <= 18 * PIECE_BYTES
 
 
 def test_a_window_larger_than_promised_is_refused() -> None:
