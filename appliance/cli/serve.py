@@ -154,6 +154,7 @@ class Router:
                 ground.start_soon(sweep, self.sleepers, name="sweeper")
                 ground.start_soon(self.gateway.gate.run, name="admission time limits")
                 ground.start_soon(self._drop_stale, name="idle connections to engines")
+                ground.start_soon(self.listeners.watch_silence, name="silent clients")
                 self.watches = Watches(self.gateway, self.sleepers, ground)
                 self.watches.follow()
                 await ground.start(self._handle_signals, ground.cancel_scope, name="signals")

@@ -13,6 +13,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import structlog
 import trio
@@ -25,6 +26,8 @@ from .connection import IDLE_AT_STOP_S, Connection, Limits, Site
 
 BACKLOG = 4096
 BACK_OFF_S = 0.1
+LOOK_S = 4.0
+LOOKS_AT_ONCE = 500
 MOST_AT_ONCE = 64
 
 log = structlog.get_logger("door")
@@ -76,6 +79,16 @@ class Listeners:
         """After a stop: cut what is still open after so many seconds from now."""
         if self._scope is not None:
             self._scope.deadline = trio.current_time() + seconds
+
+    async def watch_silence(self) -> NoReturn:
+        """Look for clients that have lost power, for ever. The kernel would report them only behind `write_stall_s`,
+        which is a promise to living ones. A look costs a microsecond."""
+        while True:
+            await trio.sleep(LOOK_S)
+            for number, connection in enumerate(tuple(self.connections)):
+                connection.end_if_silent()
+                if number % LOOKS_AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
         listener.setblocking(False)

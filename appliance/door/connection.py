@@ -27,7 +27,7 @@ from ..gateway.reply import ClientLeft, Left
 from ..nursery.sleeper import Cut, DeadlinePassed, Sleeper, breathe
 from ..wire import framing, head
 from ..wire.head import BadHead, RequestHead
-from ..wire.line import Line
+from ..wire.line import UNACKNOWLEDGED_S, Line, silent_s
 from .buffers import Buffers, Gathered
 from .reply import HttpReply
 
@@ -134,6 +134,11 @@ class Connection:
         """A stop has begun: a connection that waits for its next request does so no longer than until `due`."""
         if self.idle and due < self._sleeper.due:
             self._sleeper.arm(due, "keepalive_s")
+
+    def end_if_silent(self) -> None:
+        """End it where the client's machine is gone: not even the kernel's probes are answered."""
+        if silent_s(self.line.sock) > UNACKNOWLEDGED_S:
+            self._sleeper.cut(Left())
 
     async def _serve_one(self) -> bool:
         """One request; whether another may follow."""

@@ -329,11 +329,30 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 UNACKNOWLEDGED_S = 15.0
 
 
+_TCP_INFO = struct.Struct("=8B24I4Q3I")
+_UNACKED, _SINCE_LAST_ACK_MS, _UNSENT_BYTES = 12, 20, 38
+"""Fields of Linux's tcp_info: segments on their way, milliseconds since an acknowledgement came, bytes not sent yet."""
+
+
+def silent_s(sock: socket.socket) -> float:
+    """For how long a peer has said nothing, not even acknowledged one of the `keep_alive_probes`. 0.0 for one that has
+    closed its window because it takes no data: the kernel asks it more and more rarely, and a deadline is on it."""
+    if sock.family == socket.AF_UNIX:
+        return 0.0
+    try:
+        info = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+    except (OSError, struct.error):  # struct.error: a kernel before 4.6 tells less
+        return 0.0
+    stalled = info[_UNSENT_BYTES] and not info[_UNACKED]
+    return 0.0 if stalled else float(info[_SINCE_LAST_ACK_MS]) / 1000
+
+
 def keep_alive_probes(sock: socket.socket, stall_s: float = 0.0) -> None:
     """A peer without power is noticed by probes after 20 s of silence, and by unacknowledged data after 15 s.
 
     The kernel counts data that a living peer does not take as unacknowledged too, so where a peer is promised `stall_s`
-    seconds to take some, the bound lies behind that promise: else its deadline would never be the one to strike.
+    seconds to take some, the bound lies behind that promise: else its deadline would never be the one to strike. That
+    bound holds for the probes too, so such a peer must be looked at (`silent_s`) to be known as gone before.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -342,5 +361,5 @@ def keep_alive_probes(sock: socket.socket, stall_s: float = 0.0) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    unacknowledged_s = max(UNACKNOWLEDGED_S, stall_s + 2.0 if stall_s else 0.0)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(unacknowledged_s * 1000), 2**31 - 1))
+    bound_s = max(UNACKNOWLEDGED_S, stall_s + 2.0 if stall_s else 0.0)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(bound_s * 1000), 2**31 - 1))
