@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 
+from appliance.wire.line import silent_s
 from tests.engines import sim_engine
 from tests.namespaces import Machine, machine
 from tests.raw_client import BrokenOff, Client, chat, request
@@ -138,3 +140,21 @@ async def _answer(client: Client) -> tuple[int, bytes]:
             raise BrokenOff(data)
         data += piece
     return int(data.split(b" ", 2)[1]), data.partition(b"\r\n\r\n")[2]
+
+
+async def test_a_living_client_that_takes_nothing_is_not_lost() -> None:
+    """Its window is closed: nothing is on its way, so nothing is acknowledged, for as long as it likes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as sock:
+            assert silent_s(sock) < 5
+            sock.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    sock.send(bytes(65536))
+            await trio.sleep(0.05)
+            assert silent_s(sock) == 0.0
+    assert silent_s(sock) == 0.0, "a closed one neither"
+    near, far = socket.socketpair()
+    assert silent_s(near) == 0.0
+    near.close()
+    far.close()
