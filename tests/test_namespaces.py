@@ -144,15 +144,18 @@ async def _answer(client: Client) -> tuple[int, bytes]:
 
 async def test_a_living_client_that_takes_nothing_is_not_lost() -> None:
     """Its window is closed: nothing is on its way, so nothing is acknowledged, for as long as it likes."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with socket.create_connection(listener.getsockname()), listener.accept()[0] as sock:
-            assert silent_s(sock) < 5
-            sock.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                while True:
-                    sock.send(bytes(65536))
-            await trio.sleep(0.05)
-            assert silent_s(sock) == 0.0
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as sock,
+    ):
+        assert silent_s(sock) < 5
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                sock.send(bytes(65536))
+        await trio.sleep(0.05)
+        assert silent_s(sock) == 0.0
     assert silent_s(sock) == 0.0, "a closed one neither"
     near, far = socket.socketpair()
     assert silent_s(near) == 0.0
