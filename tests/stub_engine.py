@@ -8,6 +8,7 @@ It takes llama-server's flags, vLLM's and Ray's as far as it needs them, ignores
     --ignore-term N       takes the first N SIGTERMs for nothing (-1: all)
     --children N          starts children that ignore SIGTERM and stay when it ends, in its own process group
     --orphan              starts one more that is in a session of its own and belongs to nobody
+    --bare                starts one in its group that has an empty environment
     --hop                 starts one that becomes a new process every few milliseconds
     --print-bytes N       writes so much before it loads;  --print-for-ever never stops
     --say TEXT            writes this line;  --say-key writes the key it was given
@@ -56,7 +57,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--print-bytes", type=int, default=0)
     parser.add_argument("--say", default="")
     parser.add_argument("--title", default="")
-    for flag in ("--orphan", "--hop", "--print-for-ever", "--say-key", "--say-env"):
+    for flag in ("--orphan", "--bare", "--hop", "--print-for-ever", "--say-key", "--say-env"):
         parser.add_argument(flag, action="store_true")
     return parser.parse_known_args(argv)[0]
 
@@ -99,6 +100,9 @@ def misbehave(flags: argparse.Namespace) -> None:
         os.setsid()
         stay()
         os._exit(0)
+    if flags.bare and os.fork() == 0:
+        say(f"pid {os.getpid()}")
+        os.execve("/bin/sleep", ["sleep", "600"], {})
     if flags.hop and os.fork() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while os.fork():
@@ -152,10 +156,12 @@ def chatter(count: int, pause_s: float = 0.0) -> None:
 
 
 def set_title(title: str) -> None:
-    """What `setproctitle` does: write over the memory that /proc shows as the command line."""
+    """What `setproctitle` does: write over the memory of the command line and, unless told, of the environment."""
     with open("/proc/self/stat") as stat:
         words = stat.read().rpartition(")")[2].split()
     start, stop = int(words[45]), int(words[46])
+    if "SPT_NOENV" not in os.environ:
+        stop = int(words[48])
     ctypes.memset(start, 0, stop - start)
     ctypes.memmove(start, title.encode(), min(len(title), stop - start - 1))
 

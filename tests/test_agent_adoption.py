@@ -115,7 +115,9 @@ def making_agents(folder: Path, ports: tuple[int, int]) -> Iterator[Agents]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_next_agent_adopts_what_runs_and_stops_it_by_its_group(agents: Agents, number: signal.Signals) -> None:
-    agents.begin(run={"r1": ["--children", "2"], "r2": ["--load-s", "60"], "r3": ["--title", "engine: serving"]})
+    agents.begin(
+        run={"r1": ["--children", "2", "--bare"], "r2": ["--load-s", "60"], "r3": ["--title", "engine: serving"]}
+    )
     states = {"r1/0": "ready", "r2/0": "loading", "r3/0": "ready"}
     before = agents.wait(lambda found: {name: row["state"] for name, row in found.items()} == states)
     log = next((agents.place.state / "logs").glob("r1-0-*.log"))
@@ -128,7 +130,7 @@ def test_the_next_agent_adopts_what_runs_and_stops_it_by_its_group(agents: Agent
     assert all(row["adopted"] for row in after.values())
     assert [row["pid"] for row in after.values()] == [row["pid"] for row in before.values()]
     pids = pids_in(str(log))
-    assert len(pids) == 3
+    assert len(pids) == 4
     assert all(map(alive, pids))
     agents.end()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import httpx
 import pytest
 import trio
 
@@ -22,9 +23,10 @@ from appliance.agent.discovery.interfaces import interfaces, own_address
 from appliance.facts.catalog import Profile
 from appliance.facts.hardware import GIB, Cpus, Gpu, Holder, Inventory
 from appliance.facts.replica import Shard
-from appliance.rules.engines import llamacpp
+from appliance.rules.engines import llamacpp, metrics
 from appliance.rules.engines.patience import Patience
 from tests.shard_scene import (
+    SECONDS,
     Scene,
     agent,
     alive,
@@ -99,10 +101,10 @@ async def test_death_while_loading_is_told_with_status_and_last_lines(
 
 async def test_death_while_ready_takes_children_and_survivors_along_and_nobody_else(place: Scene) -> None:
     async with agent(place) as shards:
-        shards.start(stub("r1", "--children", "2", "--orphan", "--hop"))
+        shards.start(stub("r1", "--title", "engine: serving", "--children", "2", "--orphan", "--bare", "--hop"))
         shards.start(stub("r2", "--children", "1"))
         first, second = await reported(shards, "r1/0", "ready"), await reported(shards, "r2/0", "ready")
-        pids = await until(lambda: found if len(found := pids_in(first.log)) == 4 else None)
+        pids = await until(lambda: found if len(found := pids_in(first.log)) == 5 else None)
         assert all(map(alive, pids))
         kill(first.pid)
         failed = await reported(shards, "r1/0", "failed")
@@ -127,6 +129,31 @@ async def test_sigterm_twice_where_the_plan_says_so_and_then_sigkill(
         stopped = await reported(shards, "r1/0", "stopped")
     assert stopped.exit == exit
     assert said(stopped.log).count("SIGTERM") == heard
+
+
+async def test_a_drain_lets_the_last_request_end(place: Scene) -> None:
+    profile = Profile("p", "sim", gpus_per_node=0, args=("--decode-tokens-per-second", "10"))
+    async with agent(place) as shards:
+        shards.start(Shard("r1", "m", profile))
+        ready = await reported(shards, "r1/0", "ready")
+        answers: list[httpx.Response] = []
+
+        async def ask() -> None:
+            body = {"model": "m", "prompt": "one two three four five six", "max_tokens": 12}
+            async with httpx.AsyncClient() as client:
+                answers.append(await client.post(f"{ready.url}/v1/completions", json=body, timeout=SECONDS))
+
+        async with trio.open_nursery() as nursery, httpx.AsyncClient() as client:
+            nursery.start_soon(ask)
+            with trio.fail_after(SECONDS):
+                while metrics.read("sim", (await client.get(f"{ready.url}/metrics")).content).running != 1:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+            shards.stop("r1/0", drain_s=SECONDS)
+            await reported(shards, "r1/0", "draining")
+            stopped = await reported(shards, "r1/0", "stopped")
+        assert answers[0].status_code == 200
+        assert "six" in answers[0].json()["choices"][0]["text"]
+        assert stopped.exit == "exit status 0"
 
 
 async def test_stopping_one_at_every_stage(place: Scene) -> None:

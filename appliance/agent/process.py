@@ -29,6 +29,10 @@ from appliance.facts.launch import Command, StopStep
 GONE_S = 5.0
 """How long processes may take to be gone after SIGKILL; one in an uninterruptible system call takes longer."""
 
+KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
+"""vLLM and SGLang name their processes with `setproctitle`, which writes over the environment that `/proc` shows, and
+the marker with it, so that no survivor could be found. Told this, it writes over the command line alone."""
+
 _LOOK_S = 0.05
 
 
@@ -148,7 +152,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=dict(command.env),
+            env={**KEEP_ENVIRONMENT, **command.env},
             cwd=folder,
             start_new_session=True,
         )
