@@ -319,6 +319,22 @@ def test_the_engines_own_word_counts_until_it_starts_again() -> None:
     assert load.capacity == 0
 
 
+def test_another_engine_under_the_same_name_is_learnt_anew() -> None:
+    """A cache that was full at the old address must not hold up the new one for ever."""
+    subject = Admission(AdmissionSettings())
+    subject.table({"m": [Endpoint("e", "h", 1, engine="vllm")]}, 0.0)
+    subject.sampled("e", Sample(0.0, running=9, waiting=7, kv=0.95, capacity=16, generation=4), 0.0)
+    load = subject.loads["e"]
+    assert (load.capacity, load.saturation > 1) == (16, True)
+    subject.table({"m": [Endpoint("e", "h", 1, engine="vllm", pool="other")]}, 1.0)
+    assert (load.capacity, load.saturation > 1) == (16, True)  # the same engine in another pool
+    ticket = Ticket("m", "platinum")
+    subject.ask(ticket, 1.0)
+    assert ticket.state == "waiting"
+    assert subject.table({"m": [Endpoint("e", "other", 1, engine="openai")]}, 2.0) == [ticket]
+    assert (load.capacity, load.mark, load.foreign, load.kv, load.waiting, load.heard_at) == (0, 0, 0, 0.0, 0, None)
+
+
 def test_the_engines_word_may_come_from_elsewhere() -> None:
     subject = Admission(AdmissionSettings())
     subject.table({"m": [Endpoint("e", "h", 1)]}, 0.0)

@@ -179,7 +179,7 @@ class Door:
         stream = b"stream=true" in head.query
         call = Call(
             reply.request_id, head.method, forwarded_target(head), found.route, head.by_name, body, _NO_ASK, names[0],
-            stream, Caller(), time.monotonic(),
+            stream, Caller(band=gateway.admission.default_band), time.monotonic(),
         )  # fmt: skip
         await gateway.serve(call, reply, only=member.id)
 

@@ -19,10 +19,7 @@ _MOST_TENANT_BYTES = 200
 def caller_of(headers: dict[bytes, bytes], ask: Ask, peer: str, admission: AdmissionSettings) -> Caller:
     """The caller of a request. `peer` is the client's address with its port. Raises Refusal for an unknown band."""
     session = session_of(headers, ask)
-    if session:
-        tenant = session.strip(b'"')[:_MOST_TENANT_BYTES].decode("utf-8", "replace")
-    else:
-        tenant = peer.rpartition(":")[0]
+    tenant = session.strip(b'"')[:_MOST_TENANT_BYTES].decode("utf-8", "replace") or peer.rpartition(":")[0]
     return Caller("", tenant, band_of(headers, admission), session)
 
 

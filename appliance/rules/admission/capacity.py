@@ -120,6 +120,7 @@ class Load:
         "leased",
         "mark",
         "open",
+        "place",
         "saturation",
         "silent_until",
         "unproven",
@@ -130,6 +131,7 @@ class Load:
         self.id = id
         self.fixed = capacity
         self.elastic = elastic
+        self.place: object = None  # what tells its engine from another
         self.lanes: tuple[Lane, ...] = ()  # the models it serves; none once it has left the table
         self.inflight = 0
         self.leased = 0
@@ -174,8 +176,22 @@ class Load:
         """What `saturation` would be with one request more."""
         return saturation(self.waiting, self.kv, self.inflight + self.leased + self.foreign + 1, self.capacity)
 
-    def configure(self, capacity: int, elastic: bool) -> None:
-        """Take what the table says now. `capacity` 0 is unknown; an `elastic` endpoint has no batch to overfill."""
+    def configure(self, capacity: int, elastic: bool, place: object = None) -> None:
+        """Take what the table says now. `capacity` 0 is unknown; an `elastic` endpoint has no batch to overfill.
+
+        Another `place` is another engine under the same name: what was heard and learnt of the old one is forgotten.
+        Requests that still run there count on until they end.
+        """
+        if place != self.place:
+            if self.place is not None:
+                self._forget()
+                self.end_silence()
+                self.generation = None
+                self.waiting = self.foreign = 0
+                self.kv = 0.0
+                self._pace = float("inf")
+                self._ended.clear()
+            self.place = place
         self.fixed = capacity
         self.elastic = elastic
         self._recount()

@@ -199,7 +199,11 @@ class Admission:
         for endpoint in (endpoint for endpoints in models.values() for endpoint in endpoints):
             if endpoint.id not in self.loads:
                 self.loads[endpoint.id] = Load(endpoint.id)
-            self.loads[endpoint.id].configure(endpoint.capacity, endpoint.id in elastic)
+            place = (endpoint.host, endpoint.port, endpoint.tls, endpoint.base, endpoint.engine)
+            load = self.loads[endpoint.id]
+            load.configure(endpoint.capacity, endpoint.id in elastic, place)
+            if load.silent_until is None:
+                self._silent.pop(load.id, None)
         for model in (*models, *waking):
             if model not in self.lanes:
                 self.lanes[model] = Lane(model, len(self.lines), self.settings.fairness == "work")
