@@ -301,7 +301,7 @@ def test_an_engine_that_nobody_can_describe_is_killed(agents: Agents) -> None:
     agents.end()
 
 
-def test_a_number_given_out_again_is_another_process(tmp_path: Path) -> None:
+def test_a_number_given_out_again_is_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its start time a process that calls itself something would pass for one that does so too."""
     (tmp_path / "stub").write_text((Path(__file__).parent / "stub_engine.py").read_text())
     argv = (sys.executable, str(tmp_path / "stub"), "--title", "engine: idle")
@@ -318,6 +318,11 @@ def test_a_number_given_out_again_is_another_process(tmp_path: Path) -> None:
             assert describes(process, record, record.boot)
             assert not describes(attrs.evolve(process, started=seen.started - 1), record, record.boot)
             assert not describes(process, record, "another boot")
+            monkeypatch.setattr(procfs, "marker_of", lambda pid: None)
+            assert describes(process, record, record.boot)
+            monkeypatch.setattr(procfs, "marker_of", lambda pid: "word.other.r/0")
+            assert not describes(process, record, record.boot)
+            monkeypatch.undo()
             assert not describes(attrs.evolve(process, argv=argv[:1]), record, record.boot)
         finally:
             popen.kill()

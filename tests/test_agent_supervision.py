@@ -192,10 +192,12 @@ async def test_sidecars_come_first_and_go_last(place: Scene) -> None:
             await reported(shards, "r1/0", "ready")
             ray, engine = (process["pid"] for process in place.record("r1/0")["processes"])
             assert [process["name"] for process in place.record("r1/0")["processes"]] == ["ray", "vllm"]
+            assert len(os.listdir(short)) == 1
             shards.stop("r1/0")
             stopped = await reported(shards, "r1/0", "stopped")
             lines = [line for line in said(stopped.log).splitlines() if "SIGTERM" in line]
             assert lines == ["SIGTERM", "SIGTERM to ray"]
+            assert os.listdir(short) == []
             assert not alive(ray)
             assert not alive(engine)
             # Whichever of them dies, the shard is over and the other one goes too.

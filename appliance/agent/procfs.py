@@ -71,11 +71,14 @@ def command_line(pid: int) -> tuple[str, ...]:
     return tuple(word.decode("utf-8", "replace") for word in words)
 
 
-def marker_of(pid: int) -> str:
-    """The marker in the environment it was started with, "" without one or when that cannot be read."""
+def marker_of(pid: int) -> str | None:
+    """The marker in the environment it was started with, "" without one. None when that is not for us to see: it
+    belongs to another user, or has rights that we have not."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             text = file.read(_ENVIRON_BYTES)
+    except PermissionError:
+        return None
     except OSError:
         return ""
     wanted = MARKER.encode() + b"="

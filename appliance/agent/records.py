@@ -67,9 +67,9 @@ class Record:
     """Everything the next agent must know of one shard.
 
     `marker` is in the environment of all its processes. `wish` is what was asked for last. `processes` are those that
-    were started, in that order; `complete` once the last one, the engine's own, is among them. `stop_by` and
-    `state_since` are in seconds since 1970. `secrets` must not be shown. `load_bytes` is the size of the weights, 0
-    unknown. `used_bytes` is what was in use of each GPU before, by UUID.
+    were started, in that order; `complete` once the last one, the engine's own, is among them. `stop_by` and `since`
+    are in seconds since 1970. `directories` were made for it and go with it, `secrets` must not be shown. `load_bytes`
+    is the size of the weights, 0 unknown. `used_bytes` is what was in use of each GPU before, by UUID.
     """
 
     shard: Shard
@@ -88,6 +88,7 @@ class Record:
     complete: bool = False
     ports: tuple[int, ...] = ()
     ready: HttpReady | None = None
+    directories: tuple[str, ...] = ()
     secrets: tuple[str, ...] = attrs.field(default=(), repr=False)
     log: str = ""
     load_bytes: int = 0
@@ -126,7 +127,8 @@ def describes(process: Process, record: Record, boot: str) -> bool:
     """Whether the process that has this pid now is the one that was recorded: start time, marker and command line.
 
     A single word in place of several is a title that the process has given itself, as vLLM's and SGLang's do. Where
-    that was written over its environment, the marker is gone and the start time alone has to do.
+    that was written over its environment, or this is not for us to see, the start time has to do: with the boot it is
+    one process's alone.
     """
     seen = procfs.see(process.pid) if process.pid else None
     if seen is None or seen.ended or seen.started != process.started or record.boot != boot:
@@ -134,7 +136,7 @@ def describes(process: Process, record: Record, boot: str) -> bool:
     line = tuple(word for word in procfs.command_line(process.pid) if word)
     titled = len(line) == 1 and (len(process.argv) > 1)
     marker = procfs.marker_of(process.pid)
-    if marker != record.marker and (marker or not titled):
+    if marker not in (record.marker, None, "" if titled else None):
         return False
     return titled or any(line == tuple(word for word in known if word) for known in process.lines)
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Mapping
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ class ShardTree:
         self._stop_by = record.stop_by
         self._ending: Ending | None = None
         self._watchers = trio.CancelScope()
+        self._saving = trio.Lock()
         self.report: Report = record.report(adopted=self._adopted)
         if record.wish == "stop":
             self._stop.set()
@@ -250,6 +252,7 @@ class ShardTree:
             self.record,
             ports=tuple(sorted(numbers)),
             ready=made.ready,
+            directories=made.directories,
             secrets=tuple(sorted(secrets, key=len, reverse=True)),
             load_bytes=await trio.to_thread.run_sync(_weight_bytes, shard.weights),
             used_bytes=self.record.used_bytes or {uuid: used for uuid, used in used.items() if used is not None},
@@ -339,7 +342,7 @@ class ShardTree:
             state = "failed"
             reasons.append(f"not gone after SIGKILL: {', '.join(f'pid {pid}' for pid in dict.fromkeys(left))}")
         tail = await trio.to_thread.run_sync(logs.tail, self.log, TAIL_LINES, self.secrets)
-        await trio.to_thread.run_sync(_clear, self._folder)
+        await trio.to_thread.run_sync(_clear, self._folder, self.record.directories)
         self.held = frozenset()
         await self._become(
             state,
@@ -352,9 +355,11 @@ class ShardTree:
         """Record first, report second."""
         since = self.record.since if state == self.record.state else self._node.now()
         self.record = attrs.evolve(self.record, state=state, since=since, **changes)
-        # A disk that is full must not stop what runs: what the old record says of the processes holds still.
-        with contextlib.suppress(OSError):
-            await trio.to_thread.run_sync(self._save, self.record)
+        # One after the other, or of two at once the older might be the one that stays.
+        async with self._saving:
+            # A disk that is full must not stop what runs: what the old record says of the processes holds still.
+            with contextlib.suppress(OSError):
+                await trio.to_thread.run_sync(self._save, self.record)
         self.report = self.record.report(adopted=self._adopted)
         self._changed()
 
@@ -379,8 +384,10 @@ def _prepare(made: LaunchPlan, folder: str) -> None:
             opened.write(file.text)
 
 
-def _clear(folder: str) -> None:
-    """Take keys and whatever else was made for one run out of the shard's folder; the record stays."""
+def _clear(folder: str, directories: Sequence[str]) -> None:
+    """Take away keys and whatever else was made for one run; the record stays."""
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
         for path in Path(folder).iterdir():
             if path.is_file() and not path.name.endswith(("record.json", ".new")):

@@ -175,7 +175,7 @@ class Shards:
         word = self._store.word
 
         def is_pid(pid: int) -> bool:
-            return pid == os.getpid() or procfs.marker_of(pid).startswith(f"{word}.")
+            return pid == os.getpid() or (procfs.marker_of(pid) or "").startswith(f"{word}.")
 
         return Ours(is_pid, frozenset(gpu for shard in running for gpu in shard.gpus))
 
