@@ -241,7 +241,7 @@ async def test_who_falls_behind_is_cut_off_and_the_others_are_not() -> None:
             while quick.statistics().current_buffer_used:
                 heard = (await quick.receive())["seq"]
         assert heard == board.read()["seq"] > BEHIND
-        with pytest.raises(trio.EndOfChannel):
+        with pytest.raises(trio.EndOfChannel), trio.fail_after(10):
             for _ in range(BEHIND + 1):
                 await slow.receive()
     assert board.subscribers == 0

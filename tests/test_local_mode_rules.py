@@ -174,6 +174,16 @@ def test_a_failure_is_waited_for_and_told_and_counted_once() -> None:
     assert 22.0 <= waiting.again_at <= 24.0
 
 
+def test_a_model_that_is_gone_is_remembered_nowhere() -> None:
+    rules = alone(model("a"), model("b"))
+    started = rules.decide({}, NODE, 0.0, Random(1)).starts
+    broken = {shard.id: report(shard, "failed", 5.0) for shard in started}
+    rules.decide(broken, NODE, 5.0, Random(1))
+    rules.configure((model("b"),))
+    assert rules.decide(broken, NODE, 6.0, Random(1)).forgets == ("a.1/0",)
+    assert set(rules.failures) == set(rules.backoffs) == {"b"}
+
+
 def test_a_wait_belongs_to_its_model() -> None:
     rules = alone(model("a", replicas=2), model("b"))
     started = {shard.id: shard for shard in rules.decide({}, NODE, 0.0, Random(1)).starts}

@@ -73,7 +73,7 @@ def load(
     faults += [origin.added(fault) for fault in walk.faults]
     if faults:
         raise ConfigError(faults)
-    origins = {key: origin(key) if key in walk.given else "default" for key, _, _ in leaves(settings)}
+    origins = {key: origin.of_leaf(key) if key in walk.given else "default" for key, _, _ in leaves(settings)}
     return Loaded(settings, origins, file)
 
 
@@ -154,9 +154,13 @@ class _Origin:
             (len(layer.path), number, layer.origin)
             for number, layer in enumerate(self.layers)
             if re.match(re.escape(".".join(layer.path)) + r"(?:$|[.\[])", key)
-            or ".".join(layer.path).startswith(f"{key}.")  # an entry of a table that is one key
         ]
         return max(over)[2] if over else "file"
+
+    def of_leaf(self, key: str) -> str:
+        """The same of a single key, which may be a table itself: an entry that lies over it counts too."""
+        entries = [layer.origin for layer in self.layers if ".".join(layer.path).startswith(f"{key}.")]
+        return entries[-1] if entries else self(key)
 
     def added(self, fault: Fault) -> Fault:
         """`fault`, saying which variable to look at when it was not the file."""

@@ -60,7 +60,7 @@ class Alone:
     """Set by the operator: replicas at another address are stopped. "" leaves them where they are."""
     backoffs: dict[str, Backoff] = attrs.field(factory=dict)
     failures: dict[str, int] = attrs.field(factory=dict)
-    """All failures by model, for metrics."""
+    """All failures of each model that is configured, for metrics."""
     _counted: set[tuple[str, float]] = attrs.field(factory=set)
 
     def configure(self, models: Iterable[Model], address: str = "") -> None:
@@ -68,6 +68,8 @@ class Alone:
         new = tuple(models)
         same = {model.name for model in new if model in self.models}
         self.backoffs = {name: backoff for name, backoff in self.backoffs.items() if name in same}
+        names = {model.name for model in new}
+        self.failures = {name: count for name, count in self.failures.items() if name in names}
         self.models = new
         self.address = address
 
@@ -110,8 +112,11 @@ class Alone:
 
     def _learn(self, reports: Iterable[Report], now: float, rng: Random) -> None:
         seen = set()
+        names = {model.name for model in self.models}
         for report in reports:
             name = report.shard.model
+            if name not in names:
+                continue
             if report.state == "failed":
                 key = (report.shard.id, report.since)
                 seen.add(key)
