@@ -40,8 +40,8 @@ class DeadlinePassed(Cut):
 
 
 class Sleeper:
-    """One task's place to sleep: the first that sleeps here stays the only one. A wake without a sleeper is no event and
-    is not remembered.
+    """One task's place to sleep: the first that sleeps here stays the only one. A wake without a sleeper is no event
+    and is not remembered.
 
     The pattern is always: try, and sleep while there was nothing. No checkpoint lies between the try and the sleep, so
     no wake can be lost.
