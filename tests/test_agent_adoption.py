@@ -3,6 +3,7 @@ nobody knows, never somebody else's process killed."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -326,6 +327,24 @@ def test_a_number_given_out_again_is_another_process(tmp_path: Path, monkeypatch
             assert not describes(attrs.evolve(process, argv=argv[:1]), record, record.boot)
         finally:
             popen.kill()
+
+
+def test_a_child_that_is_no_engine_yet_is_waited_for(tmp_path: Path) -> None:
+    """An agent killed between fork and exec: the child has the lock, and no marker yet."""
+    store = Store(str(tmp_path))
+    store.open()
+    (tmp_path / "shards" / "lock").write_text("0")
+    child = os.fork()
+    if child == 0:
+        time.sleep(0.3)
+        os._exit(0)
+    store.close()
+    with (tmp_path / "shards" / "lock").open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    again = Store(str(tmp_path))
+    again.open()
+    again.close()
+    os.waitpid(child, 0)
 
 
 def test_a_state_directory_has_one_owner(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -40,6 +41,9 @@ KEPT = 64
 """How many ended shards are remembered, newest first; nobody may ever come and ask."""
 
 Wish = Literal["run", "stop"]
+
+_HALF_BORN_S = 5.0
+"""How long a child may take from its fork to being another program: a slow disk that has to bring it."""
 
 
 class StateInUse(Exception):
@@ -233,14 +237,25 @@ def _name(shard_id: str) -> str:
 
 
 def _own(path: Path) -> int:
-    """Hold the lock for as long as the descriptor is open: the kernel gives it back however the agent ends."""
+    """Hold the lock for as long as the descriptor is open: the kernel gives it back however the agent ends.
+
+    A child of an agent that was killed has the descriptor too, from its fork until it becomes the engine; it is waited
+    for. That it must have let go has another use: from then on no process of ours is without its marker.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        pid = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        raise StateInUse(f"the state directory {path.parent.parent} is in use by another agent (pid {pid})") from None
+    until = time.monotonic() + _HALF_BORN_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            pid = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+            owner = procfs.see(int(pid)) if pid.isdecimal() else None
+            if time.monotonic() > until or (owner is not None and not owner.ended):
+                os.close(descriptor)
+                where = path.parent.parent
+                raise StateInUse(f"the state directory {where} is in use by another agent (pid {pid})") from None
+            time.sleep(0.01)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
     return descriptor
