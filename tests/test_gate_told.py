@@ -37,12 +37,12 @@ def busy(folder: Path) -> Iterator[tuple[Router, list[str]]]:
                     for number in range(count):
                         names.append(f"{session}-{number}")
                         asked.append(ask(up, names[-1], band, session))
-                        until(lambda: up.read("status")["requests"]["running"] == len(asked))
+                        until(lambda: figure(up, "appliance_requests_running") == len(asked))
                 yield up, names
             finally:
                 for connection in asked:
                     connection.close()
-            until(lambda: up.read("status")["requests"]["running"] == 0)
+            until(lambda: figure(up, "appliance_requests_running") == 0)
 
 
 def ask(up: Router, request_id: str, band: str, session: str) -> HTTPConnection:
@@ -52,6 +52,12 @@ def ask(up: Router, request_id: str, band: str, session: str) -> HTTPConnection:
     fields = {"content-type": "application/json", "x-request-id": request_id, "x-appliance-band": band}
     connection.request("POST", "/v1/chat/completions", json.dumps({**body, "ignore_eos": True}), fields)
     return connection
+
+
+def figure(up: Router, series: str) -> float:
+    """A series of the metrics page."""
+    (line,) = [line for line in up.get("/metrics")[2].splitlines() if line.startswith(f"{series} ")]
+    return float(line.split()[-1])
 
 
 def until(holds: Any) -> None:
@@ -114,16 +120,17 @@ def test_waits_and_refusals_are_counted(tmp_path: Path) -> None:
         answers: dict[str, int] = {}
 
         def run(name: str) -> None:
-            answers[name] = up.chat(name, max_tokens=40, ignore_eos=True)[0]
+            answers[name] = up.chat(name, max_tokens=80, ignore_eos=True)[0]
 
-        threads = [threading.Thread(target=run, args=(f"r{number}",)) for number in range(3)]
-        for number, thread in enumerate(threads):
-            thread.start()
-            running = min(number + 1, 2)  # the third finds the queue full
-            until(lambda running=running: up.read("status")["requests"]["running"] >= running or len(answers) > 1)
+        threads = [threading.Thread(target=run, args=(name,)) for name in ("runs", "waits", "over")]
+        threads[0].start()
+        until(lambda: figure(up, "appliance_requests_running") == 1)
+        threads[1].start()
+        until(lambda: figure(up, 'appliance_queue_depth{band="silver"}') == 1)
+        threads[2].start()
         for thread in threads:
             thread.join()
-        assert sorted(answers.values()) == [200, 200, 503]
+        assert answers == {"runs": 200, "waits": 200, "over": 503}
         silver = up.read("bands")["bands"][2]
         assert (silver["ended"], silver["waited"], silver["refused"]) == (3, 1, 1)
         _, _, metrics = up.get("/metrics")
@@ -175,3 +182,22 @@ def test_a_model_without_an_endpoint_has_no_outlook() -> None:
     assert outlook(subject, "m") == []
     subject.table({}, 1.0, waking=["m"])
     assert [(each.room, each.blocker) for each in outlook(subject, "m")] == [(False, "loading")] * 4
+
+
+# -- the doctor --------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_names_an_endpoint_of_which_nothing_can_be_known(tmp_path: Path) -> None:
+    table = '[[endpoints]]\nid = "{}"\nurl = "{}/v1"\nmodels = ["llama"]\n{}\n'
+    with sim_engine.running(model="llama") as sim:
+        config = "".join(
+            table.format(id, sim.url, more)
+            for id, more in (("blind", ""), ("told", "capacity = 8"), ("heard", 'engine = "sim"'))
+        )
+        with router(tmp_path, config) as up:
+            found = [each for each in up.read("doctor")["findings"] if each["check"] == "capacity"]
+            limits = {each["id"]: each["limit"] for each in up.read("endpoints")["endpoints"]}
+    assert [each["text"] for each in found] == [
+        "nothing tells how many requests blind can run at once (2 for now): name its engine, or set its capacity"
+    ]
+    assert (limits["blind"], limits["told"]) == (2, 8)

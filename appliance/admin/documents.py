@@ -103,6 +103,7 @@ def _endpoint(gateway: Gateway, member: Member, models: list[str], now: float) -
         "kv": member.kv,
         "capacity": member.capacity or None,
         "capacity_learnt": member.learnt or None,
+        "limit": load.limit if load is not None else None,
         "saturation": load.saturation if load is not None else None,
         "penalty": member.penalised(now),
         "violations": list(contract.violations) if contract is not None else [],

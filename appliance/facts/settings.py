@@ -152,7 +152,7 @@ class EndpointEntry:
         default=0, metadata=about("The pool with the highest number is filled first; lower ones take what it cannot.")
     )
     capacity: int = field(
-        default=0, metadata=about("Requests it can run at one time; 0: learnt from its metrics.", minimum=0)
+        default=0, metadata=about("Requests it can run at one time; 0: told by it, or learnt.", minimum=0)
     )
     api_key_file: str = field(
         default="",

@@ -97,6 +97,9 @@ def _endpoints() -> Iterator[Finding]:
         if entry["why"]:
             told = f"{entry['id']} ({entry['url']}) is {entry['state']}: {entry['why']}"
             yield Finding("endpoint", "warning", told)
+        elif entry["engine"] == "openai" and not entry["capacity"]:
+            told = f"nothing tells how many requests {entry['id']} can run at once ({entry['limit']} for now)"
+            yield Finding("capacity", "warning", f"{told}: name its engine, or set its capacity")
     if found and not any(entry["why"] for entry in found):
         yield Finding("endpoints", "ok", f"{counted(len(found), 'endpoint')}, all ready")
 

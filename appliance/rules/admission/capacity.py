@@ -172,6 +172,14 @@ class Load:
         """Whether `capacity` comes from watching alone."""
         return self.full and not self.fixed and not self._said
 
+    @property
+    def limit(self) -> int | None:
+        """How many requests it holds at most for now: its capacity, or what is proven and a little more; None where it
+        has no batch to overfill."""
+        if self.capacity or self.elastic:
+            return self.capacity or None
+        return max(self.mark, len(self._seen)) + UNPROVEN
+
     def after(self) -> float:
         """What `saturation` would be with one request more."""
         return saturation(self.waiting, self.kv, self.inflight + self.leased + self.foreign + 1, self.capacity)
