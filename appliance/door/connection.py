@@ -207,8 +207,8 @@ class Connection:
                 self._reserved = 0
             if reply is not None:
                 self.site.record(request, reply, self.peer, started)
-                if reply.looks_whole:
-                    self.line.abort()
+                if reply.until_close and reply.started and not reply.ended:
+                    self.line.abort()  # after an ordinary close the part that was sent would look whole
         return reply.keep_alive and reply.ended
 
     # -- head and body -----------------------------------------------------------------------------------------------

@@ -16,11 +16,8 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 class Proxies:
     """Networks whose word on the client's address is believed."""
 
-    def __init__(self, networks: tuple[str, ...] = ()) -> None:
+    def __init__(self, networks: tuple[str, ...]) -> None:
         self._networks: list[Network] = [ipaddress.ip_network(network) for network in networks]
-
-    def __bool__(self) -> bool:
-        return bool(self._networks)
 
     def client_of(self, peer: str, fields: Fields) -> str:
         """The client behind `peer` (an address with a port; both forms alike), port 0 where only its address is told.

@@ -26,7 +26,8 @@ class HttpReply:
     """The answer to one request. `extra` is further header lines (CORS) that go on whatever is answered.
 
     `keep_alive` tells whether the connection may serve another request afterwards; anybody may set it to False before
-    the head leaves.
+    the head leaves. `until_close` tells that the body ends with the connection: where it breaks off, only a reset can
+    say so.
     """
 
     anthropic = False
@@ -36,9 +37,9 @@ class HttpReply:
     sent_bytes = 0
     started = False
     status = 0
+    until_close = False
     _head = b""
     _no_body = False
-    _until_close = False
 
     def __init__(
         self, line: Line, sleeper: Sleeper, minor: int, keep_alive: bool, request_id: bytes, stall_s: float
@@ -69,7 +70,7 @@ class HttpReply:
             parts.append(b"transfer-encoding: chunked\r\n")
         else:
             self.keep_alive = False  # an HTTP/1.0 client learns the end of the body from the end of the connection
-            self._until_close = True
+            self.until_close = True
         if not self.keep_alive:
             parts.append(b"connection: close\r\n")
         elif self.minor == 0:
@@ -116,12 +117,6 @@ class HttpReply:
 
     def give_up(self) -> None:
         self.keep_alive = False
-
-    @property
-    def looks_whole(self) -> bool:
-        """It broke off, and its body ends with the connection: after an ordinary close it would look complete, so the
-        connection must end with a reset."""
-        return self._until_close and self.started and not self.ended
 
     async def whole(self, status: int, body: bytes, content_type: bytes = JSON, fields: Fields | None = None) -> None:
         """An answer of our own."""

@@ -41,7 +41,7 @@ class Door:
         self.ready: Callable[[], bool] = lambda: True
         self._buffers = buffers
         self._origins: frozenset[bytes] = frozenset()
-        self._proxies = Proxies()
+        self._proxies: Proxies | None = None
         self._max_body_bytes = 0
         self._access_log = False
 
@@ -49,7 +49,7 @@ class Door:
         self, cors_origins: tuple[str, ...], max_body_bytes: int, access_log: bool, trusted_proxies: tuple[str, ...]
     ) -> None:
         self._origins = frozenset(origin.encode() for origin in cors_origins)
-        self._proxies = Proxies(trusted_proxies)
+        self._proxies = Proxies(trusted_proxies) if trusted_proxies else None
         self._max_body_bytes = max_body_bytes
         self._access_log = access_log
 
@@ -58,7 +58,7 @@ class Door:
     def admit(self, head: RequestHead, reply: HttpReply, peer: str) -> Found:
         if self._origins and b"origin" in head.by_name and head.path.startswith(b"/v1/"):
             self._allow_origin(head, reply)
-        reply.peer = self._proxies.client_of(peer, head.fields) if self._proxies else peer
+        reply.peer = peer if self._proxies is None else self._proxies.client_of(peer, head.fields)
         try:
             found = find(head)
         except Refusal:
