@@ -139,6 +139,25 @@ async def test_every_fault_of_the_configuration_is_told_at_once(tmp_path: Path) 
         assert not routers.lock.exists(), "nothing was begun"
 
 
+async def test_ready_means_that_a_model_can_be_asked_for(tmp_path: Path, sim: sim_engine.Process) -> None:
+    """An endpoint that names its models itself has not done so yet: a request would be told to come back."""
+    async with processes(tmp_path) as routers:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            lost = endpoint("a", f"http://127.0.0.1:{silent.getsockname()[1]}", models=None)
+            routers.configure(lost)
+            router = await routers.start()
+            checks = await connect(router.metrics)
+            await checks.send(request("GET", "/readyz"))
+            answer = await checks.answer()
+            assert (answer.status, answer.fields["x-appliance-reason"]) == (503, "model_not_ready")
+            routers.configure(lost + endpoint("b", sim.url))
+            router.signal(signal.SIGHUP)
+            await router.logged("configuration reloaded")
+            await checks.send(request("GET", "/readyz"))
+            assert (await checks.answer()).status == 200, "one that can is enough"
+            assert await router.stop() == 0
+
+
 async def test_a_door_for_everybody_is_told(tmp_path: Path) -> None:
     """While there are no keys, an open door is a warning; one that only this machine reaches is none."""
     async with processes(tmp_path) as routers:

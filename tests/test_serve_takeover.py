@@ -8,6 +8,8 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 import trio
@@ -18,7 +20,7 @@ from appliance.facts.errors import Refusal
 from tests.engines import sim_engine
 from tests.raw_client import Client, request
 from tests.serve_load import Load, LongStream
-from tests.serve_process import endpoint, processes, until
+from tests.serve_process import Process, endpoint, processes, until
 
 SPEED = ("--decode-tokens-per-second", "20", "--max-num-seqs", "512")
 
@@ -27,6 +29,14 @@ SPEED = ("--decode-tokens-per-second", "20", "--max-num-seqs", "512")
 def sim() -> Iterator[sim_engine.Process]:
     with sim_engine.running(*SPEED) as process:
         yield process
+
+
+def ready(router: Process) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{router.metrics}/readyz", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except HTTPError:
+        return False
 
 
 @asynccontextmanager
@@ -48,6 +58,7 @@ async def test_a_takeover_loses_nothing(tmp_path: Path, sim: sim_engine.Process)
     async with processes(tmp_path) as routers, trio.open_nursery() as nursery:
         routers.configure(endpoint("a", sim.url, models=None), drain_s=0.1)
         router = await routers.start()
+        await until(lambda: ready(router), "the endpoint has said what it serves")
         first, (port, metrics) = router, (router.door, router.metrics)
         stream = LongStream(port, 200)
         nursery.start_soon(stream.run)

@@ -36,6 +36,7 @@ from ..facts.settings import Address, Settings
 from ..gateway.service import Gateway
 from ..gateway.watch import Watches
 from ..nursery.sleeper import Sleeper, sweep
+from ..rules.scheduling.member import Member
 from ..wire.line import Poller
 from ..wire.tls import server_context
 from . import logs, takeover
@@ -128,7 +129,7 @@ class Router:
         self.gateway = Gateway(settings, self.poller)
         self.buffers = Buffers(settings.server.max_buffered_bytes)
         self.door = Door(self.gateway, self.buffers)
-        self.door.ready = lambda: any(member.up for member in self.gateway.table.members.values())
+        self.door.ready = self._serves_something
         self.listeners = Listeners(self.door, self.poller, self.sleepers, _limits(settings), self.buffers)
         self.operations = Operations(self)
         self.stop = trio.Event()
@@ -187,8 +188,11 @@ class Router:
 
     def _unheard(self) -> bool:
         """Whether an endpoint that names its models itself has neither done so nor failed."""
-        members = self.gateway.table.members.values()
-        return any(member.endpoint.models is None and member.heard is None and not member.failing for member in members)
+        return any(not _names_known(member) and member.up for member in self.gateway.table.members.values())
+
+    def _serves_something(self) -> bool:
+        """Whether there is an endpoint that requests can be sent to, and a name to ask for it."""
+        return any(_names_known(member) and member.up for member in self.gateway.table.members.values())
 
     async def _serve(self, ground: trio.Nursery) -> None:
         await self.operations.start(ground)
@@ -339,6 +343,10 @@ class Router:
                 "anybody who can reach this address can use every model: the door has no keys",
                 listen=",".join(self.addresses),
             )
+
+
+def _names_known(member: Member) -> bool:
+    return member.endpoint.models is not None or member.heard is not None
 
 
 def _limits(settings: Settings) -> Limits:
