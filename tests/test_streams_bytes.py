@@ -164,5 +164,7 @@ async def test_a_slow_reader_gets_all_and_holds_the_engine_back(tmp_path: Path) 
         body = bytearray(client.buffer)
         with trio.fail_after(WITHIN_S):
             while not body.endswith(chunk(DONE) + LAST):
-                body += await client.stream.receive_some(1 << 20)
+                piece = await client.stream.receive_some(1 << 20)
+                assert piece, "the stream has ended"
+                body += piece
         assert bytes(body) == chunk(event(text)) * 5000 + chunk(DONE) + LAST

@@ -128,7 +128,9 @@ async def test_a_full_client_is_not_pinged(tmp_path: Path) -> None:
         await wait_all_tasks_blocked()
         raw = bytearray()
         while len(raw) < 3_000_000:
-            raw += await client.stream.receive_some(1 << 20)
+            piece = await client.stream.receive_some(1 << 20)
+            assert piece, "the stream has ended"
+            raw += piece
         assert PING not in raw
 
 
