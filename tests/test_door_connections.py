@@ -398,6 +398,22 @@ async def test_a_stop_gives_idle_connections_a_moment(tmp_path: Path) -> None:
             await door.connect()
 
 
+async def test_new_limits_hold_for_open_connections(tmp_path: Path) -> None:
+    """Pools of clients keep theirs for days."""
+    async with fake_engine() as engine, router(tmp_path, engine, config=LONG_KEPT) as door:
+        client = await door.connect()
+        await client.send(chat())
+        assert (await client.answer("POST")).status == 200
+        new = "[server]\nmax_body_bytes = 50\n[deadlines]\nwrite_stall_s = 100\n"
+        door.file.write_text(new + engine.toml)
+        assert door.app.reload() == ""
+        (connection,) = door.app.listeners.connections
+        assert connection.line.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 100_000
+        await client.send(chat())
+        answer = await client.answer("POST")
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+
+
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 

@@ -34,19 +34,32 @@ log = structlog.get_logger("door")
 
 
 class Listeners:
-    """The accept loops and connections of one site. Settings that can change live are plain attributes."""
+    """The accept loops and connections of one site. `limits` and `context` may be changed at any time: limits hold for
+    open connections too, a certificate for new ones."""
 
     def __init__(self, site: Site, poller: Poller, sleepers: set[Sleeper], limits: Limits, buffers: Buffers) -> None:
         self.site = site
-        self.limits = limits
         self.buffers = buffers
         self.context: ssl.SSLContext | None = None
         self.shared = False
         """Another process accepts from the same sockets, or will: at a stop, their queues are left to it."""
         self.connections: set[Connection] = set()
+        self.limits = limits
         self._poller = poller
         self._sleepers = sleepers
         self._scope: trio.CancelScope | None = None
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+        for connection in self.connections:
+            connection.limits = limits
+            with contextlib.suppress(OSError):
+                keep_alive_probes(connection.line.sock, limits.write_stall_s)
 
     async def serve(
         self,

@@ -71,17 +71,17 @@ class Site(Protocol):
 
 
 class Connection:
-    """One accepted connection. `serve` runs until it ends, and closes the line."""
+    """One accepted connection. `serve` runs until it ends, and closes the line. `limits` may be changed meanwhile."""
 
     __slots__ = (
         "_answering",
         "_buffer",
         "_buffers",
-        "_limits",
         "_reserved",
         "_sleeper",
         "_unread",
         "idle",
+        "limits",
         "line",
         "peer",
         "site",
@@ -93,7 +93,7 @@ class Connection:
         self.site = site
         self.idle = True
         self._sleeper = sleeper
-        self._limits = limits
+        self.limits = limits
         self._buffers = buffers
         self._buffer = b""
         self._reserved = 0
@@ -108,7 +108,7 @@ class Connection:
         try:
             while True:
                 if not self._buffer:
-                    keepalive_s = IDLE_AT_STOP_S if self.site.draining else self._limits.keepalive_s
+                    keepalive_s = IDLE_AT_STOP_S if self.site.draining else self.limits.keepalive_s
                     sleeper.arm(time.monotonic() + keepalive_s, "keepalive_s")
                     while (data := line.try_recv()) is None:
                         await sleeper.sleep()
@@ -142,7 +142,7 @@ class Connection:
 
     async def _serve_one(self) -> bool:
         """One request; whether another may follow."""
-        limits = self._limits
+        limits = self.limits
         request: RequestHead | None = None
         reply: HttpReply | None = None
         started = 0.0
@@ -215,7 +215,7 @@ class Connection:
 
     async def _rest_of_head(self) -> int:
         """Wait for the rest of a head that has begun; where it ends in the buffer."""
-        self._sleeper.arm(time.monotonic() + self._limits.head_s, "head_s")
+        self._sleeper.arm(time.monotonic() + self.limits.head_s, "head_s")
         head.check_beginning(self._buffer)
         while True:
             data = await self.line.recv()
@@ -231,7 +231,7 @@ class Connection:
         length, buffer = request.length, self._buffer
         if not length:
             return b""
-        if length > self._limits.max_body_bytes:
+        if length > self.limits.max_body_bytes:
             raise self._too_large()
         self._buffers.reserve(length)
         self._reserved = length
@@ -249,7 +249,7 @@ class Connection:
         self._unread = True
         try:
             if request.expects_continue and not self._buffer:
-                self._sleeper.arm(time.monotonic() + self._limits.write_stall_s, "body")
+                self._sleeper.arm(time.monotonic() + self.limits.write_stall_s, "body")
                 await self.line.send_all(CONTINUE)
             body = await (self._chunked_body() if request.chunked else self._sized_body(request.length))
         except DeadlinePassed:
@@ -282,7 +282,7 @@ class Connection:
                     piece = b"".join(cutter.feed(data))
                 except framing.BadFraming as error:
                     raise Refusal(400, "bad_request", f"malformed chunked body: {error}") from None
-                if body.size + len(piece) + cutter.left > self._limits.max_body_bytes:
+                if body.size + len(piece) + cutter.left > self.limits.max_body_bytes:
                     raise self._too_large()
                 self._buffers.reserve(len(piece))
                 self._reserved += len(piece)
@@ -293,7 +293,7 @@ class Connection:
             data = await self._next_piece(begun, body.size)
 
     async def _next_piece(self, begun: float, received: int) -> bytes:
-        self._sleeper.arm(begun + self._limits.write_stall_s + received / SLOWEST_BODY_BYTES_PER_S, "body")
+        self._sleeper.arm(begun + self.limits.write_stall_s + received / SLOWEST_BODY_BYTES_PER_S, "body")
         piece = await self.line.recv()
         if not piece:
             raise ClientLeft
@@ -301,7 +301,7 @@ class Connection:
 
     def _too_large(self) -> Refusal:
         self._unread = True
-        limit = self._limits.max_body_bytes
+        limit = self.limits.max_body_bytes
         return Refusal(
             413,
             "body_too_large",
@@ -321,7 +321,7 @@ class Connection:
     async def _refuse(self, reply: HttpReply | None, refusal: Refusal, *, keep: bool) -> HttpReply:
         self._sleeper.disarm()
         if reply is None:
-            reply = HttpReply(self.line, self._sleeper, 1, False, _fresh_id(), self._limits.write_stall_s)
+            reply = HttpReply(self.line, self._sleeper, 1, False, _fresh_id(), self.limits.write_stall_s)
         reply.keep_alive = reply.keep_alive and keep
         if reply.started:
             reply.give_up()
@@ -333,7 +333,7 @@ class Connection:
         """End the connection so that the client gets all it was sent."""
         line, sleeper = self.line, self._sleeper
         if line.unsent:
-            sleeper.arm(time.monotonic() + self._limits.write_stall_s, "write_stall_s")
+            sleeper.arm(time.monotonic() + self.limits.write_stall_s, "write_stall_s")
             await line.flush()
         if self._unread or self._buffer or line.readable:
             # Input that is not read makes a close a reset, and the client might lose what it has not read yet.
