@@ -4,12 +4,14 @@ framing they come, headers by written rules."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trio.testing import wait_all_tasks_blocked
 
-from tests.fake_engine import CHAT, DONE, LAST, chunk, event, fake_engine, says, streamed, whole
+from tests.fake_engine import CHAT, DONE, LAST, Asked, Peer, chunk, event, fake_engine, says, streamed, whole
 from tests.raw_client import BrokenOff, chat, request
 from tests.routers import router
 
@@ -179,9 +181,18 @@ async def test_a_body_without_content_passes(tmp_path: Path) -> None:
 
 
 async def test_a_connection_to_the_engine_serves_again(tmp_path: Path) -> None:
-    """Also after an answer that took longer than an idle connection is kept."""
-    async with fake_engine(says(*streamed(event("a"), DONE))) as engine, router(tmp_path, engine) as door:
+    """It is idle from the end of its answer on, however long that took."""
+    answered_at = 0.0
+
+    async def script(asked: Asked, peer: Peer) -> None:
+        nonlocal answered_at
+        answered_at = time.monotonic()
+        await peer.send(*streamed(event("a"), DONE))
+
+    async with fake_engine(script) as engine, router(tmp_path, engine) as door:
         for _ in range(5):
             assert (await door.ask(chat(stream=True))).status == 200
+            await wait_all_tasks_blocked()
+            assert door.app.gateway.upstreams["a"]._idle[-1][0] >= answered_at
         assert len(engine.asked) == 5
         assert engine.connections <= 2  # one of them asked for the models

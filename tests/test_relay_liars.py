@@ -182,6 +182,7 @@ async def test_what_is_beyond_an_answer_reaches_nobody(
             answer = await door.ask(chat(stream=True))
             assert right(answer), answer
             await wait_all_tasks_blocked()
+        assert not door.app.gateway.upstreams["a"]._idle, "a connection that said too much was kept"
         engine.script = says(GOOD)
         client = await door.connect()
         for _ in range(3):
