@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import attrs
 import trio
 
-from appliance.agent import procfs
+from appliance.agent import procfs, sockets
 from appliance.agent.shards import Shards
 from appliance.facts.catalog import Profile
 from appliance.facts.hardware import Cpus, Inventory
@@ -28,6 +29,15 @@ OWN_ARGV = (sys.executable, "-m", "appliance")
 LOG_BYTES = 1 << 20
 SECONDS = 30.0
 """The longest wait for anything: the machine may be busy. What is waited for takes a tenth of a second or two."""
+
+
+def free_range(count: int) -> tuple[int, int]:
+    """The first and last of `count` ports that nobody has now: by chance, or two runs of the tests at one time would
+    take each other's. Below those that the kernel gives out by itself."""
+    while True:
+        first = random.randrange(20000, 32000 - count)
+        if not sockets.taken(range(first, first + count)):
+            return first, first + count - 1
 
 
 @attrs.frozen

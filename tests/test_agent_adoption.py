@@ -27,9 +27,9 @@ from appliance.agent.records import Process, Record, StateInUse, Store, describe
 from appliance.facts.catalog import Profile
 from appliance.facts.replica import Shard
 from tests.engines.tiny_gguf import TinyModels, words
-from tests.shard_scene import SECONDS, Scene, alive, pids_in, scene
+from tests.shard_scene import SECONDS, Scene, alive, free_range, pids_in, scene
 
-PORTS = (23400, 23599)
+PORTS = free_range(200)
 ROOT = Path(__file__).parent.parent
 
 

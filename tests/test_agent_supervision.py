@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -19,9 +20,10 @@ import pytest
 import trio
 
 from appliance.agent import logs, procfs
+from appliance.agent.discovery.gpus import GpuProbe
 from appliance.agent.discovery.interfaces import interfaces, own_address
 from appliance.facts.catalog import Profile
-from appliance.facts.hardware import GIB, Cpus, Gpu, Holder, Inventory
+from appliance.facts.hardware import GIB, Cpus, Gpu, Inventory
 from appliance.facts.replica import Shard
 from appliance.rules.engines import llamacpp, metrics
 from appliance.rules.engines.patience import Patience
@@ -30,6 +32,7 @@ from tests.shard_scene import (
     Scene,
     agent,
     alive,
+    free_range,
     kill,
     pids_in,
     reported,
@@ -40,7 +43,7 @@ from tests.shard_scene import (
     when,
 )
 
-PORTS = (23000, 23399)
+PORTS = free_range(400)
 OWN_ADDRESS = own_address(interfaces(Path("/")))
 
 
@@ -211,7 +214,7 @@ async def test_sidecars_come_first_and_go_last(place: Scene) -> None:
 
 async def test_a_worker_waits_for_the_rendezvous_and_serves_nothing(place: Scene) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        meeting = 23399
+        meeting = PORTS[1]
         profile = Profile("p", "sim", nodes=2, gpus_per_node=0, tensor_parallel=2)
         common: dict[str, Any] = {"model": "m", "profile": profile, "leader": "127.0.0.1", "rendezvous_port": meeting}
         async with agent(place) as shards:
@@ -243,7 +246,8 @@ async def test_twenty_at_once_share_no_port(place: Scene) -> None:
         with socket.create_server(("127.0.0.1", PORTS[0] + 20)):
             for number in range(20):
                 shards.start(Shard(f"r{number}", "m", profile))
-            await when(shards, lambda: all(report.state == "loading" for report in shards.reports().values()))
+            for number in range(20):
+                await reported(shards, f"r{number}/0", "loading")
             held = [port for report in shards.reports().values() for port in report.ports]
         assert len(held) == len(set(held)) == 20 * 17
         assert PORTS[0] + 20 not in held
@@ -361,16 +365,47 @@ async def test_the_log_stays_within_its_bound_while_an_engine_shouts(place: Scen
     assert 0 < largest <= bound
 
 
+class Nvml:
+    """NVML with one card; `used` are the bytes in use at each look, and the last of them for ever."""
+
+    NVMLError = RuntimeError
+
+    def __init__(self, used: list[int]) -> None:
+        self.used = used
+
+    def nvmlInit(self) -> None:
+        """It is always there."""
+
+    nvmlShutdown = nvmlInit
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return "GPU-1"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "NVIDIA L40S"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: object = None) -> SimpleNamespace:
+        used = self.used.pop(0) if len(self.used) > 1 else self.used[0]
+        return SimpleNamespace(total=45 * GIB, used=used)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=4711, usedGpuMemory=self.used[0])]
+
+
 async def test_the_memory_of_gpus_is_waited_for(place: Scene) -> None:
     """A driver that gives the memory back some time after the process is gone, and one that does not."""
-    card = Gpu("GPU-1", 3, "NVIDIA L40S", "l40s-45g", 45 * GIB, used_bytes=0, compute_cap=(8, 9))
-    readings = [40 * GIB, 40 * GIB, 0]
-    asked: list[int] = []
+    card = Gpu("GPU-1", 0, "NVIDIA L40S", "l40s-45g", 45 * GIB, used_bytes=0, compute_cap=(8, 9))
+    driver = Nvml([40 * GIB, 40 * GIB, 0])
+    probe = GpuProbe("nvml", load=lambda: driver)
 
     async def read() -> tuple[Gpu, ...]:
-        used = readings[min(len(asked), len(readings) - 1)]
-        asked.append(used)
-        return (Gpu("GPU-1", 3, "NVIDIA L40S", used_bytes=used, holders=(Holder(4711, used),)),)
+        return (await probe.read()).reading.gpus
 
     profile = Profile("p", "llamacpp", source="/dev/null", gpus_per_node=1)
     inventory = Inventory(node="a", cpus=Cpus(count=2), gpus=(card,))
@@ -382,14 +417,14 @@ async def test_the_memory_of_gpus_is_waited_for(place: Scene) -> None:
         assert not shards.ours().is_pid(1)
         shards.stop("r1/0")
         assert (await reported(shards, "r1/0", "stopped")).reason == ""
-    assert len(asked) == 3
-    readings.append(40 * GIB)
+    assert driver.used == [0]
+    driver.used = [40 * GIB]
     async with agent(place, inventory=lambda: inventory, read_gpus=read, memory_wait_s=0.1) as shards:
         shards.start(Shard("r2", "m", profile, gpus=("GPU-1",)))
         await reported(shards, "r2/0", "ready")
         shards.stop("r2/0")
         held = await reported(shards, "r2/0", "stopped")
-    assert held.reason == "GPU 3: 40960 MiB still in use, held by pid 4711"
+    assert held.reason == "GPU 0: 40960 MiB still in use, held by pid 4711"
 
 
 async def test_a_fault_of_one_tree_touches_no_other(place: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

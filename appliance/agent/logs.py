@@ -33,9 +33,12 @@ _SHORTEST_SECRET = 6
 
 
 def begin(log: str) -> None:
-    """An empty file for a new start; what the one before left is kept beside it. Raises OSError."""
+    """An empty file for a new start; the end of what the one before left is kept beside it, under a name of its own,
+    or it would be taken for the beginning of this one's. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        os.replace(log, f"{log}.1")
+        os.replace(log, f"{log}.before")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{log}.1")
     os.close(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
 

@@ -3,7 +3,7 @@
     STATE/shards/word            a random word: the first part of every marker of this state directory
     STATE/shards/lock            held (flock) by the agent that owns the directory; its pid stands in it
     STATE/shards/NAME/record.json
-    STATE/logs/NAME.log          and .log.1, what came before
+    STATE/logs/NAME.log          and .log.1, what was cut off it, and .log.before, the last of the start before
 
 A record is written when the shard is to be started, when each of its processes has been, and at each change of state,
 always before the change is reported. An agent that dies between the start of a process and its record leaves one that
@@ -225,9 +225,9 @@ class Store:
     def remove(self, shard_id: str) -> None:
         """Drop the record and the log of a shard of which nothing runs any more."""
         shutil.rmtree(self.folder(shard_id), ignore_errors=True)
-        for path in (self.log(shard_id), self.log(shard_id) + ".1"):
+        for suffix in ("", ".1", ".before"):
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                os.unlink(self.log(shard_id) + suffix)
 
 
 def _name(shard_id: str) -> str:

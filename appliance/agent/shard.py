@@ -42,6 +42,9 @@ from appliance.rules.engines.plan import CannotLaunch, plan
 from appliance.rules.engines.ports import PortPool
 
 TAIL_LINES = 20
+AHEAD = 256
+"""How many ports are tried together once one was found to be somebody else's."""
+
 PLANS = 8
 """How often a plan is made anew because others hold ports of it; they may take more while it is made."""
 
@@ -50,7 +53,8 @@ _DRAIN_LOOK_S = 0.5
 
 @attrs.define
 class Node:
-    """What this agent gives to all its shards; `Shards` says what each of them is. `scope` goes before commands."""
+    """What this agent gives to all its shards; `Shards` says what each of them is. `scope` goes before commands,
+    `trying` is held while ports are tried."""
 
     run_dir: str
     agent_id: str
@@ -68,6 +72,7 @@ class Node:
     now: Callable[[], float]
     which: Callable[[str], str | None]
     scope: tuple[str, ...] = ()
+    trying: trio.Lock = attrs.field(factory=trio.Lock)
 
 
 @attrs.frozen
@@ -235,15 +240,10 @@ class ShardTree:
             numbers = frozenset(number for use in made.ports for number in use.numbers)
             # Held before anything is awaited, or a second shard would plan with the same ones.
             self.held = numbers
-            busy = await trio.to_thread.run_sync(sockets.taken, numbers)
-            if shard.rendezvous_port in busy and shard.rendezvous_port in numbers:
-                if await trio.to_thread.run_sync(sockets.listened_on, [shard.rendezvous_port]):
-                    raise CannotLaunch([f"rendezvous port {shard.rendezvous_port} is in use by another process"])
-                busy.discard(shard.rendezvous_port)
+            busy = await self._taken(numbers, pool)
             if not busy:
                 break
-            # All of them at once: a plan with each one found would take as many plans as others have ports.
-            foreign |= await trio.to_thread.run_sync(sockets.taken, range(pool.first, pool.last + 1))
+            foreign |= busy
         else:
             raise CannotLaunch([f"ports are taken faster than plans are made ({len(foreign)} are held by others)"])
         secrets = {*made.secrets, *(logs.secrets_of(pair for each in made.commands for pair in each.env.items()))}
@@ -258,6 +258,26 @@ class ShardTree:
             used_bytes=self.record.used_bytes or {uuid: used for uuid, used in used.items() if used is not None},
         )
         return made
+
+    async def _taken(self, numbers: frozenset[int], pool: PortPool) -> frozenset[int]:
+        """What others hold of `numbers`, and if anything, of the ports after it too: a plan for each one found would
+        take as many plans as others have ports. Raises CannotLaunch for the rendezvous, which cannot be another one.
+
+        For the moment in which a port is tried nobody else can bind it. So one shard tries at a time, and never the
+        ports of another one, whose engine may be about to.
+        """
+        meeting = self.shard.rendezvous_port
+        async with self._node.trying:
+            busy = await trio.to_thread.run_sync(sockets.taken, numbers)
+            if meeting in busy:
+                if await trio.to_thread.run_sync(sockets.listened_on, [meeting]):
+                    raise CannotLaunch([f"rendezvous port {meeting} is in use by another process"])
+                busy.discard(meeting)
+            if busy:
+                others = self._others(self.shard.id) | {meeting}
+                near = range(min(busy), min(min(busy) + AHEAD, pool.last) + 1)
+                busy |= await trio.to_thread.run_sync(sockets.taken, [port for port in near if port not in others])
+        return frozenset(busy)
 
     def _site(self, inventory: Inventory, pool: PortPool) -> Site:
         node = self._node

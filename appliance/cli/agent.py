@@ -155,7 +155,6 @@ class Agent:
         failed: StartFailed | None = None
         async with trio.open_nursery() as ground:
             await ground.start(self._handle_signals, ground.cancel_scope, name="signals")
-            await ground.start(lambda task_status: self.shards.run(task_status=task_status), name="shards")
             try:
                 await self._begin(ground)
             except StartFailed as error:
@@ -193,6 +192,8 @@ class Agent:
             await self.machine.look()
         except BadInventory as wrong:
             raise StartFailed(f"agent.inventory_file: {wrong}") from None
+        # Only now: a start that the agent before this one did not finish is planned anew, on the hardware that is here.
+        await ground.start(lambda task_status: self.shards.run(task_status=task_status), name="shards")
         sockets: list[socket.socket] = []
         try:
             bind_all(sockets, self.settings.agent.listen, "agent.listen")
