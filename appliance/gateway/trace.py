@@ -47,6 +47,10 @@ class Try:
         self.choices = choices
 
 
+MOST_STATE_BYTES = 1024
+"""Of a client's tracestate; W3C Trace Context asks for at least 512 to be carried."""
+
+
 class Trace:
     """The trace of one request. `parent_id` is b"" where the trace begins here; `span_id` is the server span's, or the
     parent's where nothing is recorded. `method` and `target` are the request's."""
@@ -93,6 +97,8 @@ class Tracer:
             return Trace(trace_id, b"", fresh_id(self._rng, 8), sampled, b"", call.method, call.target)
         span_id = fresh_id(self._rng, 8) if parent.sampled else parent.span_id
         state = headers.get(b"tracestate", b"")
+        if len(state) > MOST_STATE_BYTES:
+            state = b""  # thousands of records keep it; the standard lets a participant drop what it cannot carry
         return Trace(parent.trace_id, parent.span_id, span_id, parent.sampled, state, call.method, call.target)
 
     def attempt(self, record: Record, endpoint: Endpoint) -> bytes:
