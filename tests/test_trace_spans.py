@@ -250,7 +250,8 @@ async def test_a_request_that_waited_and_one_that_was_not_let_in(tmp_path: Path)
         await peer.send(whole(200, CHAT))
 
     async with fake_engine(held) as engine, collector() as to, trio.open_nursery() as clients:
-        config = f"{tracing(to)}[admission]\nqueue_capacity_total = 1\n{engine.toml}capacity = 1\n"
+        engine.capacity = 1
+        config = f"{tracing(to)}[admission]\nqueue_capacity_total = 1\n{engine.toml}"
         async with router(tmp_path, config=config) as door:
             clients.start_soon(door.ask, chat("x-request-id: runs"))
             await door.until("the engine works", lambda: engine.asked)

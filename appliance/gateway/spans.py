@@ -89,7 +89,7 @@ def spans_of(record: Record, rng: Random) -> list[Span]:
             trace.trace_id,
             trace.span_id,
             trace.parent_id,
-            f"{method} {_route(record, trace)}",
+            f"{method} {_route(trace)}",
             Kind.SERVER,
             ns(record.arrived),
             ns(record.ended_at),
@@ -131,11 +131,11 @@ def spans_of(record: Record, rng: Random) -> list[Span]:
     return spans
 
 
-def _route(record: Record, trace: Trace) -> str:
+def _route(trace: Trace) -> str:
     """The path without what makes it one of many: no query, and no id of a stored response, which is as good as a key
     to it."""
     path = trace.target.partition(b"?")[0].decode("latin-1")
-    if record.route == "other" and path.startswith(_RESPONSE):
+    if path.startswith(_RESPONSE):
         return _RESPONSE + "{id}" + ("/cancel" if path.endswith("/cancel") else "")
     return path[:MOST_TEXT]
 
@@ -143,7 +143,7 @@ def _route(record: Record, trace: Trace) -> str:
 def _of_request(record: Record, trace: Trace, method: str) -> dict[str, Value]:
     about: dict[str, Value] = {
         "http.request.method": method,
-        "http.route": _route(record, trace),
+        "http.route": _route(trace),
         "http.response.status_code": record.code,
         "gen_ai.request.model": record.wanted[:MOST_TEXT],
         "gen_ai.provider.name": trace.tries[-1].endpoint.engine if trace.tries else "appliance",
