@@ -36,19 +36,29 @@ def told_length(head: ResponseHead) -> int | None:
     return None if told is None else int(told)
 
 
+class _GoesOn(dict[bytes, bool]):
+    """Whether a field goes on to the client, by its name. Engines send few names, and the same ones each time."""
+
+    def __missing__(self, name: bytes) -> bool:
+        goes_on = name not in _NOT_FROM_ENGINES and not name.startswith(b"access-control-")
+        if len(self) < _MOST_KNOWN_NAMES:
+            self[name] = goes_on
+        return goes_on
+
+
+_goes_on = _GoesOn()
+_MOST_KNOWN_NAMES = 512
+
+
 def kept_fields(fields: Fields, connection: bytes = b"") -> Fields:
     """An engine's fields that go on to the client; `connection` is its Connection field, which may name further ones
     that are for this hop only."""
-    also = () if connection in _USUAL_CONNECTIONS else _named(connection)
-    return [
-        field
-        for field in fields
-        if field[0] not in _NOT_FROM_ENGINES and not field[0].startswith(b"access-control-") and field[0] not in also
-    ]
-
-
-def _named(connection: bytes) -> tuple[bytes, ...]:
-    return tuple(token.strip(b" \t").lower() for token in connection.split(b","))
+    goes_on = _goes_on
+    kept = [field for field in fields if goes_on[field[0]]]
+    if connection not in _USUAL_CONNECTIONS:
+        named = {token.strip(b" \t").lower() for token in connection.split(b",")}
+        kept = [field for field in kept if field[0] not in named]
+    return kept
 
 
 class BodyReader:
