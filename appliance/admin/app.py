@@ -22,7 +22,7 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 from werkzeug.routing import BaseConverter
 
-from ..gateway.relay import error_body
+from ..gateway.errors import error_body
 from . import documents, memory, tasks
 from .running import Running
 

@@ -19,7 +19,7 @@ import structlog
 import trio
 
 from ..facts.errors import Refusal
-from ..gateway.relay import BodyReader, kept_fields
+from ..gateway.answer import BodyReader, kept_fields
 from ..gateway.reply import Reply
 from ..gateway.upstream import UpstreamFailed, read_head
 from ..nursery.sleeper import Sleeper

@@ -9,7 +9,7 @@ from email.utils import formatdate
 
 from ..facts.call import Fields
 from ..facts.errors import Refusal
-from ..gateway.relay import error_body
+from ..gateway.errors import error_body
 from ..gateway.reply import ClientLeft
 from ..nursery.sleeper import Sleeper
 from ..wire import framing

@@ -20,10 +20,7 @@ from ..wire import sse
 from ..wire.head import HEAD_END, MAX_HEAD_BYTES, ResponseHead
 from ..wire.line import Line
 from .answer import BodyReader, is_json, is_stream, kept, told_length
-from .answer import kept_fields as kept_fields
 from .errors import ErrorAnswer, error_event
-from .errors import error_body as error_body
-from .fetch import fetch as fetch
 from .reply import ClientLeft, Left, Reply
 from .stream import Stream
 from .upstream import Upstream, UpstreamFailed, read_head

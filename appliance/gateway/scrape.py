@@ -16,7 +16,7 @@ import trio
 from ..nursery.sleeper import Cut, Sleeper
 from ..rules.engines.metrics import Contract
 from ..rules.scheduling.member import Member
-from .relay import fetch
+from .fetch import fetch
 from .service import Gateway
 from .upstream import UpstreamFailed
 
