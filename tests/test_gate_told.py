@@ -120,7 +120,7 @@ def test_waits_and_refusals_are_counted(tmp_path: Path) -> None:
         answers: dict[str, int] = {}
 
         def run(name: str) -> None:
-            answers[name] = up.chat(name, max_tokens=80, ignore_eos=True)[0]
+            answers[name] = up.chat(name, max_tokens=160, ignore_eos=True)[0]
 
         threads = [threading.Thread(target=run, args=(name,)) for name in ("runs", "waits", "over")]
         threads[0].start()
