@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.fake_engine import CHAT, DONE, LAST, Asked, Peer, chunk, event, fake_engine, says, streamed, whole
@@ -196,3 +197,23 @@ async def test_a_connection_to_the_engine_serves_again(tmp_path: Path) -> None:
             assert door.app.gateway.upstreams["a"]._idle[-1][0] >= answered_at
         assert len(engine.asked) == 5
         assert engine.connections <= 2  # one of them asked for the models
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_wants_its_connection_closed_gets_no_reset(tmp_path: Path, stream: bool) -> None:
+    """It would log a fault where there was none."""
+    seen: list[bytes | str] = []
+
+    async def script(asked: Asked, peer: Peer) -> None:
+        said = streamed(event("a"), DONE) if stream else (whole(200, CHAT),)
+        await peer.send(said[0].replace(b"\r\n", b"\r\nconnection: close\r\n", 1), *said[1:])
+        try:
+            seen.append(await peer.stream.receive_some(10))
+        except trio.BrokenResourceError:
+            seen.append("reset")
+
+    async with fake_engine(script) as engine, router(tmp_path, engine) as door:
+        assert (await door.ask(chat(stream=stream))).status == 200
+        await wait_all_tasks_blocked()
+        assert seen == [b""]
+        assert not door.app.gateway.upstreams["a"]._idle

@@ -269,6 +269,22 @@ async def test_waiting_for_a_place_is_silence_too(tmp_path: Path) -> None:
                 assert (await heard(client)).endswith(chunk(PING))
 
 
+async def test_a_client_without_chunks_gets_them_bare(tmp_path: Path) -> None:
+    for said in (streamed(event("a"), DONE), streamed(ERROR, DONE)):
+        script = Mute()
+        folder = tmp_path / str(len(said[1]))
+        folder.mkdir()
+        async with fake_engine(script) as engine, router(folder, engine, config=EARLY) as door:
+            client = await door.connect()
+            await client.send(chat(stream=True, version="1.0"))
+            await wait_all_tasks_blocked()
+            door.later(16)
+            assert (await heard(client)).endswith(b"\r\n\r\n" + PING)
+            script.go_on(says(*said))
+            raw, how = await client.rest()
+            assert (raw, how) in ((event("a") + DONE, "closed"), (ERROR, "reset"))
+
+
 async def test_a_client_that_leaves_while_it_is_pinged_is_noticed(tmp_path: Path) -> None:
     script = Mute()
     async with fake_engine(script) as engine, router(tmp_path, engine, config=EARLY) as door:

@@ -98,7 +98,7 @@ class Attempt:
         if line is None:
             sleeper.arm(now + self._promises.dial_s, "dial_s")
             line = await upstream.dial(sleeper)
-        keep = False
+        keep = clean = False
         try:
             if call.stream:
                 self._await_first_event()
@@ -141,6 +141,8 @@ class Attempt:
         finally:
             if keep:
                 upstream.give_back(line, time.monotonic())
+            elif clean:
+                line.close()  # all was said; a reset would make the engine log a fault
             else:
                 line.abort()
         return status

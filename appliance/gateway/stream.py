@@ -246,6 +246,7 @@ class Stream:
             try:
                 sent = client.try_send(data) if data else 0
             except OSError:
+                self._unsent = data
                 return self._stop(ClientLeft())
             self._moved += sent
             if sent < len(data):
