@@ -2,6 +2,8 @@
 #
 #   make run     a real engine with a real model, the door in front of it, and two commands to try
 #   make test    lint, types and all tests
+#   make test-engines   vLLM and SGLang themselves, serving on the CPU: 3.8 GB, and about 15 minutes the first time
+#   make test-ray       Ray itself, as the sidecar of vLLM: 0.3 GB
 #   make lint    ruff and mypy alone
 #   make binary  dist/appliance/appliance: the program in a folder that needs no installed Python, tried out
 #   make bench   the figures of docs/performance.md, against other routers (ROWS=throughput for one row)
@@ -23,7 +25,14 @@ HAS_TEST := $(VENV)/.has-test
 BINARY_VENV := build/binary
 HAS_BINARY := $(BINARY_VENV)/.has-binary
 
-.PHONY: run test lint binary bench lock clean
+# Real engines, for `make test-engines` and `make test-ray` alone. They want other versions of what we depend on.
+ENGINES_VENV := .venv-engines
+HAS_ENGINES := $(ENGINES_VENV)/.has-engines
+RAY_VENV := .venv-ray
+HAS_RAY := $(RAY_VENV)/.has-ray
+RAY_VERSION := 2.60.0
+
+.PHONY: run test test-engines test-ray lint binary bench lock clean
 
 # Where the wheel or the model cannot be had, the demonstration runs with the built-in sim and says so. The client package
 # is in the same extra, and may well be had.
@@ -33,6 +42,14 @@ run: $(HAS_BASE)
 
 test: lint
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# torch for CPUs is not on PyPI. It is taken from wherever pip is set to look for wheels (PIP_FIND_LINKS=/a/folder), and
+# where that has none, from PyTorch's own index. To use an environment that is there already, run the second line alone.
+test-engines: $(HAS_TEST) $(HAS_ENGINES)
+	TEST_ENGINES_VENV=$(ENGINES_VENV) $(VENV)/bin/python -m pytest -s tests/test_real_engines.py $(PYTEST_ARGS)
+
+test-ray: $(HAS_TEST) $(HAS_RAY)
+	TEST_RAY_VENV=$(RAY_VENV) $(VENV)/bin/python -m pytest -s tests/test_real_ray.py $(PYTEST_ARGS)
 
 lint: $(HAS_TEST)
 	$(VENV)/bin/ruff check .
@@ -74,6 +91,19 @@ $(HAS_TEST): $(WANTED) | $(VENV)/bin/python
 	@$(PIP) install -q -c requirements.lock -e '.[test,demo]'
 	@touch $(HAS_BASE) $(HAS_DEMO) $@
 
+$(HAS_ENGINES): tests/engines/install_cpu_engines.py tests/engines/cpu_engines_sgl_kernel.py
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing vLLM and SGLang into $(ENGINES_VENV) (3.8 GB, minutes) ..."
+	@$(PYTHON) tests/engines/install_cpu_engines.py $(ENGINES_VENV)
+	@touch $@
+
+$(HAS_RAY):
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing Ray into $(RAY_VENV) (0.3 GB) ..."
+	@rm -rf $(RAY_VENV) && $(PYTHON) -m venv $(RAY_VENV)
+	@$(RAY_VENV)/bin/pip --disable-pip-version-check install -q ray==$(RAY_VERSION)
+	@touch $@
+
 $(HAS_BINARY): $(WANTED)
 	@test -n "$(PYTHON)" || { echo "error: no python3 found; apt-get install python3-venv" >&2; exit 1; }
 	@echo "Making $(BINARY_VENV) ..."
@@ -90,4 +120,5 @@ lock:
 	rm -rf build/lock build/lib build/bdist.*
 
 clean:
-	rm -rf $(VENV) .venv-bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-engines .venv-ray build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
