@@ -37,7 +37,7 @@ class Real:
 
 
 # float32, because a CPU without the instructions for bfloat16 has no kernels for it.
-VLLM = Real("vllm", "dtype = 'float32'\nargs = ['--enforce-eager']\nenv = { VLLM_CPU_KVCACHE_SPACE = '1' }")
+VLLM = Real("vllm", "dtype = 'float32'\nargs = ['--enforce-eager', '--kv-cache-memory-bytes=268435456']")
 SGLANG = Real("sglang", "dtype = 'float32'\nargs = ['--max-total-tokens=8192']")
 
 
