@@ -66,7 +66,7 @@ async def test_reloads_under_load_fail_no_request(tmp_path: Path, sims: list[sim
         configure(a + b + model("chat"), second)  # another certificate, and it is back
         await reload(router, taken, 3)
         shown = len(load.certificates)
-        await load.more(150)
+        await load.more(300)
         assert set(load.certificates[shown + load.connections :]) == {second.der}
 
         for broken in (  # faults of every kind: nothing changes, and each is told
@@ -95,7 +95,7 @@ async def test_reloads_under_load_fail_no_request(tmp_path: Path, sims: list[sim
         for number in range(10):  # in quick succession, each taking something away and giving it back
             configure((a if number % 2 else a + b) + model("chat", "talk"), certificates[1])
             await reload(router, taken, 5 + number)
-        await load.more(150)
+        await load.more(300)
         load.end()
         await until(lambda: nursery.child_tasks == frozenset(), "all have their answers")
         assert load.failures == []
