@@ -109,6 +109,7 @@ async def test_ray_that_is_killed_takes_the_shard_along(nodes: Nodes) -> None:
     async with agent(nodes.head) as heads:
         heads.start(rank(0))
         await ready(heads, "r1/0")
+        await nodes_of_ray(1)
         family = set(nodes.head.processes())
         kill(nodes.head.record("r1/0")["processes"][0]["pid"])
         with trio.fail_after(SECONDS):
