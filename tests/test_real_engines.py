@@ -36,7 +36,7 @@ class Real:
     more: str
 
 
-# float32, because a CPU without the instructions for bfloat16 has no kernels for it.
+# float32, as the weights are, so that the text is the known one on every CPU.
 VLLM = Real("vllm", "dtype = 'float32'\nargs = ['--enforce-eager', '--kv-cache-memory-bytes=268435456']")
 SGLANG = Real("sglang", "dtype = 'float32'\nargs = ['--max-total-tokens=8192']")
 
