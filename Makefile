@@ -2,7 +2,7 @@
 #
 #   make run     a real engine with a real model, the door in front of it, and two commands to try
 #   make test    lint, types and all tests
-#   make test-engines   vLLM and SGLang themselves, serving on the CPU: 3.8 GB, and about 15 minutes the first time
+#   make test-engines   vLLM and SGLang themselves, serving on the CPU: 3.8 GB, and about 10 minutes the first time
 #   make test-ray       Ray itself, as the sidecar of vLLM: 0.3 GB
 #   make lint    ruff and mypy alone
 #   make binary  dist/appliance/appliance: the program in a folder that needs no installed Python, tried out
