@@ -169,6 +169,7 @@ async def test_what_breaks_after_the_engine_s_end_breaks_nothing(tmp_path: Path,
             assert b"half" in end, "only an open chunk cannot be ended"
             body = broken.args[0].body
         assert body.startswith(b"".join((*AB, DONE)))
+        assert (await record_of(door)).outcome == "ok"
 
 
 async def test_a_body_that_does_not_end_after_the_engine_s_end_is_ended(tmp_path: Path) -> None:
@@ -293,6 +294,17 @@ def by_openai(url: str) -> Seen:
     return Seen(texts, None)
 
 
+def by_openai_responses(url: str) -> Seen:
+    texts = []
+    try:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            for piece in client.responses.create(model="llama", input="hi", stream=True):
+                texts.append(piece.type)
+    except (openai.OpenAIError, httpx.HTTPError) as error:
+        return Seen(texts, error)
+    return Seen(texts, None)
+
+
 def by_anthropic(url: str) -> Seen:
     texts = []
     try:
@@ -358,6 +370,21 @@ async def test_the_anthropic_client_sees_what_happened(tmp_path: Path) -> None:
             engine.script = script
             seen = await trio.to_thread.run_sync(by_anthropic, door.url)
             assert isinstance(seen.error, kind), seen
+
+
+async def test_the_openai_client_sees_it_on_responses_too(tmp_path: Path) -> None:
+    async with fake_engine() as engine, router(tmp_path, engine) as door:
+        for script in (
+            says(*streamed(*RESPONSES, end=b""), then="reset"),
+            says(*streamed(*RESPONSES)),
+            says(*streamed(ERROR)),
+        ):
+            engine.script = script
+            seen = await trio.to_thread.run_sync(by_openai_responses, door.url)
+            assert seen.error is not None, seen
+        engine.script = says(*streamed(*RESPONSES, typed("response.failed", response={"status": "failed"})))
+        seen = await trio.to_thread.run_sync(by_openai_responses, door.url)
+        assert seen.error is None and seen.texts[-1] == "response.failed", "which is no success either"
 
 
 async def test_a_raw_reader_and_a_pipelined_request_stay_in_step(tmp_path: Path) -> None:

@@ -168,3 +168,17 @@ async def test_a_slow_reader_gets_all_and_holds_the_engine_back(tmp_path: Path) 
                 assert piece, "the stream has ended"
                 body += piece
         assert bytes(body) == chunk(event(text)) * 5000 + chunk(DONE) + LAST
+
+
+async def test_the_access_log_counts_all_that_left(tmp_path: Path) -> None:
+    """The pump puts bytes on the client's socket itself, past the reply that counts them."""
+    config = "[server]\naccess_log = true\n"
+    events = [event(f"{number}" * 5000) for number in range(50)]
+    script = apart(STREAM_HEAD, *(chunk(data) for data in events), chunk(DONE), LAST)
+    async with fake_engine(script) as engine, router(tmp_path, engine, config=config) as door:
+        client = await door.connect()
+        await client.send(chat("connection: close", stream=True))
+        raw, _ = await client.rest()
+        await wait_all_tasks_blocked()
+        (line,) = door.told("request")
+        assert line["bytes"] == len(raw)

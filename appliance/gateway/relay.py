@@ -204,8 +204,10 @@ class Attempt:
             await stream.carry(held)
         except (UpstreamFailed, DeadlinePassed):
             # broken, or silent, after the engine's own end: the answer is whole, only the framing is not
-            if not (stream.complete and await stream.finish_for_engine()):
+            if not stream.delivered:
                 raise
+            if not await stream.finish_for_engine():
+                reply.give_up()
             return False
         except (ClientLeft, Left):
             # official clients leave at the end they know, without waiting for that of the body

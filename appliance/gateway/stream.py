@@ -167,12 +167,12 @@ class Stream:
             return
 
     async def finish_for_engine(self) -> bool:
-        """The engine's end came, but not the body's: end the body properly if the framing stands where that is
-        possible.
+        """The engine's end came, but not the body's: end the body properly. False where the framing stands in the
+        middle of a chunk.
         """
+        self._tally.whole = not self.error
         if not self._may_put_in():
             return False
-        self._tally.whole = not self.error
         await self._reply.end()
         return True
 
