@@ -465,6 +465,30 @@ def test_without_samples_what_proves_nothing_is_tried_one_at_a_time(took_s: floa
     assert all(later > earlier for earlier, later in pairwise(let_in))
 
 
+def test_before_the_first_sample_nothing_is_tried() -> None:
+    """It comes in a moment, and then it is known."""
+    subject = Admission(AdmissionSettings())
+    subject.table({"m": [Endpoint("e", "h", 1, engine="vllm")]}, 0.0)
+    tickets = [Ticket("m", "gold") for _ in range(40)]
+    for ticket in tickets:
+        subject.ask(ticket, 0.0)
+    load = subject.loads["e"]
+    for at in range(20):
+        ticket = next(each for each in tickets if each.state == "granted")
+        subject.dispatched(ticket, "e", at / 100)
+        subject.finished(ticket, at / 100 + 0.005, tokens=4)
+        assert load.inflight + load.leased == 2
+    subject.sampled("e", Sample(1.0, 2, 0), 1.0)
+    subject.silent("e", 2.0)
+    subject.expire(20.0)  # it has been silent for so long that it is as if it had never been scraped
+    running = [each for each in tickets if each.state == "granted"]
+    assert len(running) == 4
+    for ticket in running:
+        subject.dispatched(ticket, "e", 20.0)
+    subject.finished(running[0], 20.005, tokens=4)
+    assert load.inflight + load.leased == 5  # 2 ran at once by the sample, one is tried, and 2 may be there unproven
+
+
 @pytest.mark.parametrize(("seen_at", "mark"), [(0.1, 3), (0.9, 1)])
 def test_without_samples_a_stream_counts_those_seen_running_while_it_ran_for_certain(seen_at: float, mark: int) -> None:
     """What came later may have taken its place: its end and their first content are read in any order."""

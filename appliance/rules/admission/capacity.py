@@ -32,7 +32,8 @@ of that time these ran together with it:
 It errs to the safe side: an engine that is slower the more it does proves less than it runs, so one that is not
 scraped, and whose clients do not stream, may stay below its batch until somebody tells its `capacity`. An answer of
 less than about 0.1 s proves nothing, because its end and those before it may be read in any order; nor does one without
-tokens (embeddings). Where nothing can be proven it can only be tried: each such answer lets one more in than before.
+tokens (embeddings). Where nothing can be proven it can only be tried: each such answer lets one more in than before,
+unless the endpoint will be heard of in a moment for the first time.
 What answers that fast does not drown, and holding embeddings to two at a time for ever would be worse than a queue.
 """
 
@@ -105,6 +106,7 @@ class Load:
         "_said",
         "_seen",
         "_turned",
+        "blind",
         "capacity",
         "crowded",
         "elastic",
@@ -132,6 +134,7 @@ class Load:
         self.fixed = capacity
         self.elastic = elastic
         self.place: object = None  # what tells its engine from another
+        self.blind = True  # its engine publishes no metrics that are read
         self.lanes: tuple[Lane, ...] = ()  # the models it serves; none once it has left the table
         self.inflight = 0
         self.leased = 0
@@ -184,8 +187,9 @@ class Load:
         """What `saturation` would be with one request more."""
         return saturation(self.waiting, self.kv, self.inflight + self.leased + self.foreign + 1, self.capacity)
 
-    def configure(self, capacity: int, elastic: bool, place: object = None) -> None:
-        """Take what the table says now. `capacity` 0 is unknown; an `elastic` endpoint has no batch to overfill.
+    def configure(self, capacity: int, elastic: bool, place: object = None, blind: bool = True) -> None:
+        """Take what the table says now. `capacity` 0 is unknown; an `elastic` endpoint has no batch to overfill; a
+        `blind` one is never scraped.
 
         Another `place` is another engine under the same name: what was heard and learnt of the old one is forgotten.
         Requests that still run there count on until they end.
@@ -202,6 +206,7 @@ class Load:
             self.place = place
         self.fixed = capacity
         self.elastic = elastic
+        self.blind = blind
         self._recount()
 
     # -- our own requests: the callers see to it that each comes once ------------------------------------------------
@@ -260,7 +265,7 @@ class Load:
             self._pace = min(self._pace, (now - ticket.sent_at) / tokens)
             certain_s = CERTAIN * self._pace * tokens
         if certain_s < 2 * LATE_S:
-            if self.inflight >= self.mark:
+            if self.inflight >= self.mark and (self.blind or self.generation is not None):
                 self.mark += 1
             return
         ran_at = now - certain_s

@@ -37,6 +37,7 @@ from appliance.rules.admission.lane import Lane
 from appliance.rules.admission.lines import BandFigures, Lines
 from appliance.rules.admission.pools import Pool, pools_of
 from appliance.rules.admission.ticket import Ticket
+from appliance.rules.engines.metrics import scraped
 
 NOBODY: tuple[Ticket, ...] = ()
 
@@ -201,7 +202,7 @@ class Admission:
                 self.loads[endpoint.id] = Load(endpoint.id)
             place = (endpoint.host, endpoint.port, endpoint.tls, endpoint.base, endpoint.engine)
             load = self.loads[endpoint.id]
-            load.configure(endpoint.capacity, endpoint.id in elastic, place)
+            load.configure(endpoint.capacity, endpoint.id in elastic, place, not scraped(endpoint.engine))
             if load.silent_until is None:
                 self._silent.pop(load.id, None)
         for model in (*models, *waking):
