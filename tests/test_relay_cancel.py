@@ -331,5 +331,5 @@ async def test_no_socket_is_left_over(tmp_path: Path) -> None:
                 await trio.lowlevel.checkpoint()
             await client.close()
         await door.until("every connection has ended", lambda: not door.app.listeners.connections)
-        idle = len(door.app.gateway.upstreams["a"]._idle)
+        idle = len(door.app.gateway.upstreams["a"].idle)
         assert len(door.app.poller) <= before + idle

@@ -182,7 +182,7 @@ async def test_what_is_beyond_an_answer_reaches_nobody(
             answer = await door.ask(chat(stream=True))
             assert right(answer), answer
             await wait_all_tasks_blocked()
-        assert not door.app.gateway.upstreams["a"]._idle, "a connection that said too much was kept"
+        assert not door.app.gateway.upstreams["a"].idle, "a connection that said too much was kept"
         engine.script = says(GOOD)
         client = await door.connect()
         for _ in range(3):
@@ -303,7 +303,7 @@ async def test_an_early_success_is_one(tmp_path: Path, nursery: trio.Nursery) ->
     async with router(tmp_path, config=endpoint_at(listener)) as door:
         answer = await door.ask(chat(stream=True, filler="x" * 24_000_000))
         assert answer.status == 200 and answer.body == event("a") + DONE
-        assert not door.app.gateway.upstreams["a"]._idle
+        assert not door.app.gateway.upstreams["a"].idle
     nursery.cancel_scope.cancel()
 
 

@@ -3,6 +3,7 @@ mistakes nor a replica that fails at once change what others get."""
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from appliance.nursery.sleeper import Sleeper
 from tests.fake_engine import (
     CHAT,
     DONE,
@@ -40,7 +42,24 @@ async def warm(door: Running, count: int = 1) -> None:
         for _ in range(count):
             asking.start_soon(door.ask, chat())
     await wait_all_tasks_blocked()
-    assert door.app.gateway.upstreams["a"]._idle
+    assert door.app.gateway.upstreams["a"].idle
+
+
+async def test_the_latest_connection_serves_next_and_the_oldest_goes_first(tmp_path: Path) -> None:
+    """So that what is not needed any more becomes stale: shared out evenly, all would be kept for ever."""
+    async with fake_engine() as engine, router(tmp_path, engine) as door:
+        upstream = door.app.gateway.upstreams["a"]
+        upstream.drop_stale(math.inf)
+        sleeper = Sleeper()
+        lines = [await upstream.dial(sleeper) for _ in range(5)]
+        for number, line in enumerate(lines):
+            upstream.give_back(line, 100.0 + number)
+        assert upstream.take(sleeper, 104.0) is lines[4]
+        upstream.drop_stale(105.5)
+        assert list(upstream.idle) == [lines[2], lines[3]] and lines[0].closed and lines[1].closed
+        assert upstream.take(sleeper, 107.5) is None, "all are too old by now"
+        assert all(line.closed for line in lines[:4])
+        lines[4].close()
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
@@ -56,7 +75,7 @@ async def test_an_idle_connection_that_the_engine_closed_costs_no_error(tmp_path
         for _ in range(5):
             assert (await door.ask(chat())).status == 200
             await wait_all_tasks_blocked(0.002)
-            assert not door.app.gateway.upstreams["a"]._idle
+            assert not door.app.gateway.upstreams["a"].idle
         assert not [record for record in door.app.gateway.books.recent(50) if record.attempts]
         assert engine.connections >= 5
 

@@ -257,6 +257,16 @@ async def test_a_body_that_is_no_stream_gets_no_comment(tmp_path: Path) -> None:
         assert await heard(client) == b""
 
 
+async def test_a_route_without_streams_of_events_gets_none_either(tmp_path: Path) -> None:
+    """Speech may be asked for with `stream`, and comments would be its first sound."""
+    async with fake_engine(Mute()) as engine, router(tmp_path, engine, config=EARLY) as door:
+        client = await door.connect()
+        await client.send(chat(target="/v1/audio/speech", stream=True))
+        await wait_all_tasks_blocked()
+        door.later(16)
+        assert await heard(client) == b""
+
+
 async def test_waiting_for_a_place_is_silence_too(tmp_path: Path) -> None:
     """The queue is where the longest silences are. What it refuses is told in the stream then."""
     async with fake_engine(Mute()) as engine:

@@ -161,7 +161,7 @@ class Gateway:
         self.books.open(record)
         if self.tracer is not None:
             record.trace = self.tracer.begin(call)
-        if self.promises.sse_ping_before_first_token and call.stream:
+        if self.promises.sse_ping_before_first_token and call.stream and call.route.stream_ends:
             ping_while_silent(reply, self.promises.sse_ping_s, time.monotonic())
         try:
             entry = self.table.find(call.model) or self.table.resolve(call.model)

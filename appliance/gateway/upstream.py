@@ -61,14 +61,18 @@ class UpstreamFailed(Exception):
 
 
 class Upstream:
-    """The connection pool of an endpoint. `close` ends the idle connections; busy ones belong to their exchanges."""
+    """The connection pool of an endpoint. `close` ends the idle connections; busy ones belong to their exchanges.
+
+    `idle` holds since when each has been so, oldest first. A dictionary, because an engine that restarts closes
+    thousands of them at once, each of which is to be found.
+    """
 
     def __init__(self, endpoint: Endpoint, poller: Poller, context: ssl.SSLContext | None = None) -> None:
         self.endpoint = endpoint
         self.closed = False
         self._poller = poller
         self._context = context
-        self._idle: list[tuple[float, Line]] = []
+        self.idle: dict[Line, float] = {}
         self._numeric = _numeric(endpoint.host, endpoint.port)
         self._addresses: list[_Address] = []
         self._addresses_until = 0.0
@@ -88,9 +92,9 @@ class Upstream:
 
     def take(self, sleeper: Sleeper, now: float) -> Line | None:
         """An idle connection for the task of `sleeper`, or None: then `dial`."""
-        idle = self._idle
+        idle = self.idle
         while idle:
-            since, line = idle.pop()
+            line, since = idle.popitem()
             if line.hung_up or now - since > IDLE_S or (line.readable and _has_spoken(line)):
                 line.close()
                 continue
@@ -106,7 +110,7 @@ class Upstream:
             return
         line.sleeper = None
         line.on_news = functools.partial(self._idle_news, line)
-        self._idle.append((now, line))
+        self.idle[line] = now
 
     async def dial(self, sleeper: Sleeper) -> Line:
         """A new connection. The caller has armed its deadline, which is shared out over the addresses of the host.
@@ -160,14 +164,19 @@ class Upstream:
         """Close what has been idle for too long; called by the sweeper, so that engines are not left holding
         sockets.
         """
-        idle = self._idle
-        while idle and now - idle[0][0] > IDLE_S:
-            idle.pop(0)[1].close()
+        stale = []
+        for line, since in self.idle.items():
+            if now - since <= IDLE_S:
+                break
+            stale.append(line)
+        for line in stale:
+            del self.idle[line]
+            line.close()
 
     def close(self) -> None:
         self.closed = True
-        while self._idle:
-            self._idle.pop()[1].close()
+        while self.idle:
+            self.idle.popitem()[0].close()
 
     def _line(self, sock: socket.socket, sleeper: Sleeper) -> Line:
         if self.endpoint.tls:
@@ -181,7 +190,7 @@ class Upstream:
         """An idle connection spoke or ended. A late report of bytes already read finds nothing and means nothing."""
         if not _has_spoken(line):
             return
-        self._idle = [entry for entry in self._idle if entry[1] is not line]
+        self.idle.pop(line, None)
         line.close()
 
     async def _look_up(self, sleeper: Sleeper) -> list[_Address]:
