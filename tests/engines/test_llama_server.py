@@ -151,7 +151,8 @@ def test_a_damaged_model_ends_it_with_the_engines_own_reason(tiny_models: TinyMo
     process = start(["-m", str(damaged), "--port", "0"], subprocess.PIPE)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert err.splitlines()[-1].startswith("error: llama.cpp did not start")
+    # llama.cpp writes its log from a thread of its own, so a line of it may come behind ours
+    assert any(line.startswith("error: llama.cpp did not start") for line in err.splitlines()[-3:])
 
 
 def python(program: str) -> str:
