@@ -465,8 +465,27 @@ def test_without_samples_what_proves_nothing_is_tried_one_at_a_time(took_s: floa
     assert all(later > earlier for earlier, later in pairwise(let_in))
 
 
-def test_before_the_first_sample_nothing_is_tried() -> None:
-    """It comes in a moment, and then it is known."""
+def test_where_no_sample_comes_ends_have_to_tell() -> None:
+    subject = Admission(AdmissionSettings())
+    table = {"m": [Endpoint("e", "h", 1, engine="vllm")]}
+    subject.table(table, 0.0)
+    tickets = [Ticket("m", "gold") for _ in range(40)]
+    for ticket in tickets:
+        subject.ask(ticket, 0.0)
+    subject.unheard("e")
+    subject.unheard("gone")
+    subject.table(table, 0.5)  # a change of something else
+    for ticket in tickets[:2]:
+        subject.dispatched(ticket, "e", 1.0)
+    for ticket in tickets[:2]:
+        subject.finished(ticket, 2.0, tokens=10)
+    load = subject.loads["e"]
+    assert (load.mark, load.leased) == (2, 4)
+
+
+@pytest.mark.parametrize("took_s", [0.005, 0.5])
+def test_before_the_first_sample_ends_say_nothing(took_s: float) -> None:
+    """It comes in a moment, and then it is known. Until then a router that has just started reads everything late."""
     subject = Admission(AdmissionSettings())
     subject.table({"m": [Endpoint("e", "h", 1, engine="vllm")]}, 0.0)
     tickets = [Ticket("m", "gold") for _ in range(40)]
@@ -476,8 +495,9 @@ def test_before_the_first_sample_nothing_is_tried() -> None:
     for at in range(20):
         ticket = next(each for each in tickets if each.state == "granted")
         subject.dispatched(ticket, "e", at / 100)
-        subject.finished(ticket, at / 100 + 0.005, tokens=4)
+        subject.finished(ticket, at / 100 + took_s, tokens=4)
         assert load.inflight + load.leased == 2
+    subject.table({"m": [Endpoint("e", "h", 1, engine="vllm")]}, 0.9)
     subject.sampled("e", Sample(1.0, 2, 0), 1.0)
     subject.silent("e", 2.0)
     subject.expire(20.0)  # it has been silent for so long that it is as if it had never been scraped

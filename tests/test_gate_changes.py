@@ -10,7 +10,7 @@ import trio
 from appliance.facts.endpoint import Sample
 from appliance.gateway.reply import Left
 from tests.fake_engine import CHAT, Asked, FakeEngine, Peer, fake_engine, in_turn, says, whole
-from tests.gate_scene import Group, Held, ask, error_of, held, raw, records, rules, tickets, waiting
+from tests.gate_scene import Group, Held, ask, burst, error_of, held, raw, records, rules, tickets, waiting
 from tests.raw_client import chat
 from tests.routers import Running, router
 
@@ -264,6 +264,28 @@ async def test_when_all_endpoints_fall_silent_their_own_counts_hold_at_once(tmp_
         group.begin(9, band="gold")
         await door.until("it is full", lambda: len(a.inside) == 4 and rules(door).lines.count == 5)
         a.let_all_go()
+
+
+async def test_an_engine_without_the_metrics_it_should_have_is_told_by_its_answers(tmp_path: Path) -> None:
+    most = here = 0
+
+    async def script(asked: Asked, peer: Peer) -> None:
+        nonlocal most, here
+        if asked.target == "/metrics":
+            await peer.send(whole(404, b"no such page"))
+            return
+        here += 1
+        most = max(most, here)
+        await trio.sleep(0.2)
+        here -= 1
+        await peer.send(whole(200, {**CHAT, "usage": {"prompt_tokens": 3, "completion_tokens": 10}}))
+
+    async with fake_engine(script) as engine:
+        table = f'[[endpoints]]\nid = "a"\nurl = "{engine.url}"\nmodels = ["llama"]\nengine = "vllm"\n'
+        async with router(tmp_path, config=table) as door:
+            group = await burst(door, 60, band="gold")
+    assert group.statuses() == {200: 60}
+    assert most > 4  # it takes whoever comes; held to the cold rule for ever it would never have had more than 2
 
 
 def hear(door: Running, id: str, now: float) -> None:

@@ -105,6 +105,9 @@ class Gate:
         if load is not None:
             member.learn_capacity(load.capacity if load.learnt else 0)
 
+    def unheard(self, member: Member) -> None:
+        self.rules.unheard(member.id)
+
     def told_capacity(self, member: Member, slots: int) -> None:
         _wake(self.rules.told(member.id, slots, time.monotonic()))
 

@@ -48,6 +48,7 @@ async def scrape(gateway: Gateway, member: Member, sleeper: Sleeper, contract: C
                 gateway.upstreams[member.id], sleeper, b"/metrics", within_s=WITHIN_S, bound=MOST_BYTES
             )
         except (UpstreamFailed, Cut):
+            gateway.unheard(member)
             if not silent:
                 silent = True
                 log.info("endpoint does not answer its metrics page", endpoint=member.id)
@@ -65,6 +66,8 @@ async def scrape(gateway: Gateway, member: Member, sleeper: Sleeper, contract: C
                 slots_known = member.endpoint.engine != "llamacpp"
             if verdict.sample is not None:
                 gateway.sampled(member, verdict.sample, gateway.scrape_s)
+            else:
+                gateway.unheard(member)
             if not slots_known:
                 slots_known = await _ask_slots(gateway, member, sleeper)
         await _pause(gateway, member, now + every_s)

@@ -126,6 +126,10 @@ class Gateway:
         member.hear(sample, every_s)
         self.gate.sampled(member, sample)
 
+    def unheard(self, member: Member) -> None:
+        """Its metrics could not be read, or do not tell what they must."""
+        self.gate.unheard(member)
+
     def told_capacity(self, member: Member, slots: int) -> None:
         """The engine's own word on how many requests it runs at once."""
         member.tell_capacity(slots)

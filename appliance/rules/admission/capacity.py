@@ -32,8 +32,7 @@ of that time these ran together with it:
 It errs to the safe side: an engine that is slower the more it does proves less than it runs, so one that is not
 scraped, and whose clients do not stream, may stay below its batch until somebody tells its `capacity`. An answer of
 less than about 0.1 s proves nothing, because its end and those before it may be read in any order; nor does one without
-tokens (embeddings). Where nothing can be proven it can only be tried: each such answer lets one more in than before,
-unless the endpoint will be heard of in a moment for the first time.
+tokens (embeddings). Where nothing can be proven it can only be tried: each such answer lets one more in than before.
 What answers that fast does not drown, and holding embeddings to two at a time for ever would be worse than a queue.
 """
 
@@ -134,7 +133,7 @@ class Load:
         self.fixed = capacity
         self.elastic = elastic
         self.place: object = None  # what tells its engine from another
-        self.blind = True  # its engine publishes no metrics that are read
+        self.blind = True  # no sample of it is to be expected
         self.lanes: tuple[Lane, ...] = ()  # the models it serves; none once it has left the table
         self.inflight = 0
         self.leased = 0
@@ -188,8 +187,8 @@ class Load:
         return saturation(self.waiting, self.kv, self.inflight + self.leased + self.foreign + 1, self.capacity)
 
     def configure(self, capacity: int, elastic: bool, place: object = None, blind: bool = True) -> None:
-        """Take what the table says now. `capacity` 0 is unknown; an `elastic` endpoint has no batch to overfill; a
-        `blind` one is never scraped.
+        """Take what the table says now. `capacity` 0 is unknown; an `elastic` endpoint has no batch to overfill; of a
+        `blind` one there are no samples.
 
         Another `place` is another engine under the same name: what was heard and learnt of the old one is forgotten.
         Requests that still run there count on until they end.
@@ -204,9 +203,9 @@ class Load:
                 self._pace = float("inf")
                 self._ended.clear()
             self.place = place
+            self.blind = blind
         self.fixed = capacity
         self.elastic = elastic
-        self.blind = blind
         self._recount()
 
     # -- our own requests: the callers see to it that each comes once ------------------------------------------------
@@ -246,7 +245,7 @@ class Load:
     def end(self, ticket: Ticket, now: float, answered: bool, tokens: int = 0) -> None:
         """Take a request out. `answered`: the engine gave its whole answer, of so many `tokens` (0: not known)."""
         self.inflight -= 1
-        if answered and self.heard_at is None and not self.capacity and not self.elastic:
+        if answered and not self.capacity and not self.elastic and self._unheard():
             self._learn_of_end(ticket, now, tokens)
         if ticket in self._seen:
             del self._seen[ticket]
@@ -258,6 +257,11 @@ class Load:
         self._turned = True
         self._weigh()
 
+    def _unheard(self) -> bool:
+        """Whether ends have to tell what samples do not. Not where the first sample comes in a moment: a router that
+        has just started reads everything late."""
+        return self.heard_at is None and (self.blind or self.generation is not None)
+
     def _learn_of_end(self, ticket: Ticket, now: float, tokens: int) -> None:
         """Raise the mark to what a complete answer proves (see above), the ticket itself included."""
         certain_s = 0.0
@@ -265,7 +269,7 @@ class Load:
             self._pace = min(self._pace, (now - ticket.sent_at) / tokens)
             certain_s = CERTAIN * self._pace * tokens
         if certain_s < 2 * LATE_S:
-            if self.inflight >= self.mark and (self.blind or self.generation is not None):
+            if self.inflight >= self.mark:
                 self.mark += 1
             return
         ran_at = now - certain_s

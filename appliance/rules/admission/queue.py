@@ -171,6 +171,12 @@ class Admission:
         load.tell(capacity)
         return self._fill(load.lanes, now)
 
+    def unheard(self, endpoint: str) -> None:
+        """A scrape brought no sample. Where there never was one, none is to be waited for."""
+        load = self.loads.get(endpoint)
+        if load is not None:
+            load.blind = True
+
     def silent(self, endpoint: str, now: float) -> Sequence[Ticket]:
         """An endpoint's scrapes fail. It counts as full until it is heard again, for `capacity.SILENCE_S` at most."""
         load = self.loads.get(endpoint)
