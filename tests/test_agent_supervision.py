@@ -43,7 +43,7 @@ from tests.shard_scene import (
     when,
 )
 
-PORTS = free_range(400)
+PORTS = free_range(1500)
 OWN_ADDRESS = own_address(interfaces(Path("/")))
 
 

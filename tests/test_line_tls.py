@@ -150,7 +150,11 @@ async def test_the_end_of_a_parting_line_is_not_lost(certificate: Certificate) -
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(part)
-            assert await read_all(near) == data
+            # whether the close_notify behind it found room in a full socket is chance: `close` does not wait for it
+            got = b""
+            while len(got) < len(data):
+                got += await near.recv()
+            assert got == data
 
 
 async def test_a_close_says_that_it_is_one(certificate: Certificate) -> None:
