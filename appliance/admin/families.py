@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -19,22 +17,14 @@ from prometheus_client.utils import floatToGoString
 from .. import __version__
 from ..gateway.meters import Histogram, Meters, ModelMeters
 from ..gateway.service import Gateway
+from ..wire import exposition
 
 BREAKER_STATES = {"closed": 0, "half-open": 1, "open": 2}
 
 
 def renderer(gateway: Gateway) -> Callable[[str], tuple[bytes, str]]:
     """A function from an Accept field to the document and its content type."""
-    registry = CollectorRegistry()
-    registry.register(Families(gateway))
-    ProcessCollector(registry=registry)
-    GCCollector(registry=registry)
-
-    def render(accept: str) -> tuple[bytes, str]:
-        encode, content_type = choose_encoder(accept)
-        return encode(registry), content_type
-
-    return render
+    return exposition.renderer(Families(gateway))
 
 
 class Families(Collector):

@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from appliance import __version__
 from appliance.agent.status import Look
+from appliance.wire import exposition
 
 
 def renderer(look: Look) -> Callable[[str], tuple[bytes, str]]:
     """A function from an Accept field to the document and its content type."""
-    registry = CollectorRegistry()
-    registry.register(Families(look))
-    ProcessCollector(registry=registry)
-    GCCollector(registry=registry)
-
-    def render(accept: str) -> tuple[bytes, str]:
-        encode, content_type = choose_encoder(accept)
-        return encode(registry), content_type
-
-    return render
+    return exposition.renderer(Families(look))
 
 
 class Families(Collector):

@@ -82,10 +82,6 @@ class Record:
         self.reason = refusal.reason or refusal.code
         self.message = refusal.message
 
-    def answered(self, at: float) -> None:
-        """The first of the answer was passed on."""
-        self.first_byte_at = at
-
     def cancel(self) -> bool:
         """End a running request; False when it is over."""
         if self.sleeper is None:
