@@ -10,11 +10,11 @@ from appliance.agent.discovery.gpus import GpuProbe
 from appliance.agent.discovery.inventory import Place
 from appliance.agent.discovery.reading import Ours
 from appliance.agent.machine import Machine
-from appliance.agent.news import News
 from appliance.facts.catalog import Model, Profile, Scaling
 from appliance.facts.hardware import GIB, Gpu, Hindrance, Interface, Inventory
 from appliance.facts.replica import Shard
 from appliance.facts.report import Report
+from appliance.nursery.news import News
 
 SIM = Profile("cpu", "sim", gpus_per_node=0)
 NODE = Inventory(

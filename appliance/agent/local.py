@@ -13,10 +13,10 @@ import structlog
 import trio
 
 from appliance.agent.machine import Machine
-from appliance.agent.news import News
 from appliance.facts.catalog import Model
 from appliance.facts.replica import Shard
 from appliance.facts.report import Report
+from appliance.nursery.news import News
 from appliance.rules.fleet.alone import Alone, Waiting
 
 DRAIN_S = 30.0

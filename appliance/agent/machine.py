@@ -17,8 +17,8 @@ from appliance.agent.discovery.gpus import GpuProbe
 from appliance.agent.discovery.inventory import Place, gather
 from appliance.agent.discovery.reading import Ours
 from appliance.agent.discovery.writing import BadInventory
-from appliance.agent.news import News
 from appliance.facts.hardware import Gpu, Inventory
+from appliance.nursery.news import News
 
 LOOK_S = 15.0
 """Seconds between two looks. NVML takes milliseconds; `nvidia-smi` starts three processes and wakes idle cards."""

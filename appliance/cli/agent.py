@@ -31,12 +31,12 @@ from ..agent.discovery.writing import BadInventory, to_json, to_lines
 from ..agent.events import Board
 from ..agent.local import Local
 from ..agent.machine import Machine
-from ..agent.news import News
 from ..agent.records import StateInUse
 from ..agent.shards import Shards
 from ..agent.status import Identity, Seen
 from ..agent.web import Render, Site
 from ..facts.settings import Address, Settings
+from ..nursery.news import News
 from . import logs
 from .config import ConfigError, Loaded, changes, keep_fixed, load
 from .listening import address_of, bind_all, is_loopback, raise_open_files

@@ -36,6 +36,15 @@ class GpuSettings:
 class AgentSettings:
     """What holds for this node. `port_range` is the first and the last port engines may use."""
 
+    control_url: str = field(
+        default="",
+        metadata=about(
+            "Control plane to call (wss://host:port), once 'agent join' was run; empty: local mode.",
+            form="control_url",
+            live=False,
+            example="wss://box:6384",
+        ),
+    )
     node: str = field(
         default="", metadata=about("The node's name; empty: the name of the host.", form="word", live=False)
     )

@@ -71,13 +71,25 @@ class Adapter:
 
 @attrs.frozen
 class Scaling:
-    """How many replicas (`[models.scaling]`). `idle_s` 0: never scaled to zero."""
+    """How many replicas (`[models.scaling]`). An agent without a control plane keeps `min_replicas` and knows no load."""
 
     min_replicas: int = field(
         default=1, metadata=about("Replicas that are kept running; 0: none is started.", minimum=0)
     )
-    max_replicas: int = 1
-    idle_s: float = 0.0
+    max_replicas: int = field(
+        default=0, metadata=about("Most replicas the load may ask for; 0: min_replicas, and at least 1.", minimum=0)
+    )
+    idle_s: float = field(
+        default=0.0,
+        metadata=about(
+            "With min_replicas = 0: stopped after so long without a request, in seconds; 0: never.", minimum=0
+        ),
+    )
+
+    @property
+    def most(self) -> int:
+        """The upper bound that holds."""
+        return self.max_replicas or max(1, self.min_replicas)
 
 
 @attrs.frozen

@@ -15,7 +15,8 @@ class Endpoint:
     `host` is a numeric address or a DNS name, `base` the path in front of the engine's routes without a trailing slash
     and without `/v1` ("" for an engine at the root). `models` None means: taken from the endpoint's own `/v1/models`.
     `capacity` is the number of requests it can run at once, 0 when unknown. `api_key_file` is read each time it is
-    used, so that a rotated key needs no restart; "" means the endpoint takes none.
+    used, so that a rotated key needs no restart; "" means the endpoint takes none. `api_key` is the key itself, for a
+    replica whose key came over the control link; it is never written anywhere.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Endpoint:
     pool_priority: int = 0
     capacity: int = 0
     api_key_file: str = ""
+    api_key: str = attrs.field(default="", repr=False)
 
     @property
     def url(self) -> str:

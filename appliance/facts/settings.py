@@ -18,20 +18,16 @@ from appliance.facts.address import Address as Address
 from appliance.facts.agent import AgentSettings
 from appliance.facts.bands import AdmissionSettings
 from appliance.facts.catalog import Model as Model
+from appliance.facts.control import ControlSettings, Store
 from appliance.facts.endpoint import ENGINES, Endpoint
 from appliance.facts.keys import about
 
 NOT_YET: Mapping[str, str] = {
     "auth": "keys for the door",
-    "store": "the database of keys, accounts and usage",
-    "control": "placing and starting models on nodes",
-    "agent.control_url": "a control plane that decides what runs on the node",
     "groups": "announced groups",
     "server.admin_listen": "the management API on a loopback TCP address",
     "server.public_url": "links in web pages",
     "models.groups": "announced groups joining a configured model",
-    "models.scaling.max_replicas": "replicas that follow the load",
-    "models.scaling.idle_s": "models that are stopped while nobody asks for them",
     "models.external": "models of outside providers",
     "models.adapters": "LoRA adapters under names of their own",
 }
@@ -258,6 +254,10 @@ class Settings:
         factory=AdmissionSettings, metadata=about("Who may proceed now: bands, queues, fairness.")
     )
     scheduling: Scheduling = field(factory=Scheduling, metadata=about("How an endpoint is chosen."))
+    control: ControlSettings = field(
+        factory=ControlSettings, metadata=about("Placing models on nodes, and watching them.")
+    )
+    store: Store = field(factory=Store, metadata=about("What operators decided, kept over restarts."))
     agent: AgentSettings = field(factory=AgentSettings, metadata=about("One node with hardware, and its engines."))
     tracing: Tracing = field(factory=Tracing, metadata=about("Spans over OTLP/HTTP."))
     logging: Logging = field(factory=Logging, metadata=about("Log lines on standard error."))

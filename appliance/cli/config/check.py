@@ -28,6 +28,7 @@ def _listeners(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
         ("server.listen", server.listen),
         ("server.metrics_listen", server.metrics_listen),
         ("agent.listen", settings.agent.listen),
+        ("control.listen", settings.control.listen),
     ):
         if any(fault.startswith(path) for fault in faulty):
             continue
@@ -171,6 +172,27 @@ def _ports(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
         )
 
 
+def _silences(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
+    control = settings.control
+    if control.lost_after_s <= control.unreachable_after_s and not any(path.startswith("control.") for path in faulty):
+        yield Fault(
+            "control.lost_after_s",
+            f"expected more than unreachable_after_s ({control.unreachable_after_s:g}), got {control.lost_after_s:g}",
+        )
+
+
+def _scaling(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
+    for i, model in enumerate(settings.models):
+        path, scaling = f"models[{i}].scaling", model.scaling
+        if scaling.max_replicas and scaling.max_replicas < scaling.min_replicas and f"{path}.max_replicas" not in faulty:
+            yield Fault(
+                f"{path}.max_replicas",
+                f"expected at least min_replicas ({scaling.min_replicas}), got {scaling.max_replicas}",
+            )
+        if scaling.idle_s and scaling.min_replicas and f"{path}.min_replicas" not in faulty:
+            yield Fault(f"{path}.idle_s", f"expected min_replicas = 0 too, got min_replicas = {scaling.min_replicas}")
+
+
 def _profiles(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
     if any(model.profiles or model.scaling != Scaling() for model in settings.models):
         from appliance.cli.config import profiles  # only who runs engines pays for their planners
@@ -189,5 +211,7 @@ _RULES: tuple[Callable[[Settings, Collection[str]], Iterator[Fault]], ...] = (
     _fallbacks,
     _bands,
     _ports,
+    _silences,
+    _scaling,
     _profiles,
 )

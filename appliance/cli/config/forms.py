@@ -118,6 +118,31 @@ def program(text: str) -> str:
     return text
 
 
+def control_url(text: str) -> str:
+    """Where agents call; without a port 6384 is meant, which is where the control plane listens."""
+    if not text:
+        return ""
+    if re.search(r"\s", text) or UNPRINTABLE.search(text):
+        raise Mismatch
+    url = _authority(text)
+    if url.scheme != "wss" or url.path not in ("", "/") or url.query or url.fragment or url.username is not None:
+        raise Mismatch
+    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
+    return f"wss://{host}:{_port(url) or 6384}"
+
+
+def store_url(text: str) -> str:
+    """Like SQLAlchemy's: three slashes and a relative path, or four for an absolute one."""
+    if not text:
+        return ""
+    scheme, _, path = text.partition(":///")
+    if scheme.startswith("postgres"):
+        raise Mismatch("sqlite:///path, since this version keeps its database in SQLite only")
+    if scheme != "sqlite" or not path or "?" in path or "#" in path:
+        raise Mismatch
+    return text
+
+
 def _split(text: str) -> SplitResult:
     """An http or https URL with a valid host. Spaces are refused first: `urlsplit` drops some of them silently."""
     if re.search(r"\s", text) or UNPRINTABLE.search(text):
@@ -156,6 +181,8 @@ FORMS: dict[str, Form] = {
     "network": Form('an address or a network such as "10.0.0.0/24"', network),
     "word": Form("at most 63 letters, digits and . _ -, a letter or digit first", word),
     "ip": Form('a numeric address such as "10.0.0.5"', ip),
+    "control_url": Form('wss://, a host and perhaps a port, such as "wss://box:6384"', control_url),
+    "store_url": Form('sqlite:/// and a path, such as "sqlite:////var/lib/appliance/appliance.db"', store_url),
     "program": Form("the name or the path of a program", program),
     "name": Form("a name without spaces around it", name),
     "file": Form("the path of a file", str),
