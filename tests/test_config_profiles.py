@@ -96,11 +96,44 @@ def test_a_served_name_that_engines_misread(tmp_path: Path) -> None:
         ("address = 'box'", 'agent.address: expected a numeric address such as "10.0.0.5", got "box"'),
         ("node = 'a b'", "agent.node: expected at most 63 letters"),
         ("listen = '0.0.0.0:6381'", 'agent.listen: expected another address than server.listen, got "0.0.0.0:6381"'),
-        ("control_url = 'wss://box:6384'", "agent.control_url: not available in this version"),
+        ("control_url = 'box:6384'", 'agent.control_url: expected wss://, a host and perhaps a port, such as "wss'),
+        ("control_url = 'wss://box/x'", 'agent.control_url: expected wss://, a host and perhaps a port, such as "wss'),
     ],
 )
 def test_faults_of_the_node(tmp_path: Path, line: str, fault: str) -> None:
     (found,) = faults(tmp_path, f"[agent]\n{line}")
+    assert found.startswith(fault)
+
+
+@pytest.mark.parametrize(("written", "url"), [("wss://box", "wss://box:6384"), ("wss://[::1]:1/", "wss://[::1]:1")])
+def test_where_the_control_plane_is(tmp_path: Path, written: str, url: str) -> None:
+    file = tmp_path / "appliance.toml"
+    file.write_text(f"[agent]\ncontrol_url = '{written}'")
+    assert load(file, {"HOME": str(tmp_path)}).settings.agent.control_url == url
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            "[control]\nunreachable_after_s = 60",
+            "control.lost_after_s: expected more than unreachable_after_s (60), got 60",
+        ),
+        ("[control]\nlisten = '0.0.0.0:6381'", "control.listen: expected another address than server.listen"),
+        (
+            PROFILE + "[models.scaling]\nmin_replicas = 2\nmax_replicas = 1",
+            "models[0].scaling.max_replicas: expected at",
+        ),
+        (PROFILE + "[models.scaling]\nidle_s = 60", "models[0].scaling.idle_s: expected min_replicas = 0 too, got"),
+        (
+            "[store]\nurl = 'postgresql://db/x'",
+            "store.url: expected sqlite:///path, since this version keeps its database",
+        ),
+        ("[store]\nurl = 'sqlite://x'", "store.url: expected sqlite:/// and a path, such as"),
+    ],
+)
+def test_faults_of_the_control_plane(tmp_path: Path, text: str, fault: str) -> None:
+    (found,) = faults(tmp_path, text)
     assert found.startswith(fault)
 
 

@@ -51,6 +51,8 @@ FORMS: Mapping[str, st.SearchStrategy[str]] = {
     "socket": st.sampled_from(["/run/a.sock", "/tmp/ä b.sock"]),
     "word": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True) | st.just(""),
     "ip": st.just("") | st.ip_addresses().map(str),
+    "control_url": st.just("") | st.builds("wss://{}:{}".format, HOSTS, PORTS),
+    "store_url": st.sampled_from(["", "sqlite:///a.db", "sqlite:////var/lib/ä b.db"]),
     "program": st.sampled_from(["vllm", "/opt/bin/vllm"]),
     "": NAMES | st.just(""),
 }
@@ -137,8 +139,8 @@ def document_of(rows: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
-FREE = ("port_range", "listen")
-"""Keys of the agent whose right values depend on more than themselves."""
+FREE = ("port_range", "listen", "unreachable_after_s", "lost_after_s")
+"""Keys of the agent and the control plane whose right values depend on more than themselves."""
 
 
 def runnable(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +152,8 @@ def runnable(model: Mapping[str, Any]) -> dict[str, Any]:
         {key: part for key, part in profile.items() if key not in sums} | {"engine": "sim"}
         for profile in model["profiles"]
     ]
-    return {"profiles": profiles, "scaling": model.get("scaling", {})}
+    scaling = {key: part for key, part in model.get("scaling", {}).items() if key == "min_replicas"}
+    return {"profiles": profiles, "scaling": scaling}
 
 
 def accepted(document: Mapping[str, Any]) -> Any:
@@ -171,7 +174,8 @@ def accepted(document: Mapping[str, Any]) -> Any:
         | runnable(model)
         for model in document.get("models", [])
     ]
-    cleaned["agent"] = {key: part for key, part in document.get("agent", {}).items() if key not in FREE}
+    for name in ("agent", "control"):
+        cleaned[name] = {key: part for key, part in document.get(name, {}).items() if key not in FREE}
     return load_text(text_of(cleaned))
 
 
@@ -318,6 +322,6 @@ def test_values_are_written_as_toml(item: Any) -> None:
 
 
 def test_the_example_is_toml_of_its_own() -> None:
-    tables = {"server", "deadlines", "admission", "scheduling", "agent", "tracing", "logging"}
+    tables = {"server", "deadlines", "admission", "scheduling", "control", "store", "agent", "tracing", "logging"}
     assert set(tomllib.loads(example())) == tables
     assert os.path.exists(KEY_FILE)

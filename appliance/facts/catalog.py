@@ -71,7 +71,7 @@ class Adapter:
 
 @attrs.frozen
 class Scaling:
-    """How many replicas (`[models.scaling]`). An agent without a control plane keeps `min_replicas` and knows no load."""
+    """How many replicas (`[models.scaling]`). An agent in local mode knows no load: it keeps `min_replicas`."""
 
     min_replicas: int = field(
         default=1, metadata=about("Replicas that are kept running; 0: none is started.", minimum=0)

@@ -184,7 +184,8 @@ def _silences(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
 def _scaling(settings: Settings, faulty: Collection[str]) -> Iterator[Fault]:
     for i, model in enumerate(settings.models):
         path, scaling = f"models[{i}].scaling", model.scaling
-        if scaling.max_replicas and scaling.max_replicas < scaling.min_replicas and f"{path}.max_replicas" not in faulty:
+        below = 0 < scaling.max_replicas < scaling.min_replicas
+        if below and f"{path}.max_replicas" not in faulty:
             yield Fault(
                 f"{path}.max_replicas",
                 f"expected at least min_replicas ({scaling.min_replicas}), got {scaling.max_replicas}",
