@@ -36,6 +36,9 @@ class Machine:
     def pull_the_cable(self) -> None:
         _ip("-n", self.name, "link", "set", _far(self.name), "down")
 
+    def plug_the_cable_in(self) -> None:
+        _ip("-n", self.name, "link", "set", _far(self.name), "up")
+
     @contextmanager
     def sim(self, *flags: str, model: str) -> Iterator[sim_engine.Process]:
         """`appliance sim` over there, ready."""

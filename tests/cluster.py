@@ -1,0 +1,321 @@
+"""A whole cluster of real processes on loopback: one `serve` with its control plane, and agents that joined it.
+
+Nodes have addresses of their own (127.0.1.N), so that engines of two nodes can have the same port, and inventories in
+files. Everything is done as an operator would: `ctl init`, `ctl node add`, `agent join`, `ctl`. Whatever is still alive
+at the end of the block is killed, engines by the marker of their node's state directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import trio
+
+from appliance.agent import procfs
+from appliance.cli.config import toml_value
+from tests.serve_process import until
+
+T = TypeVar("T")
+APPLIANCE = (sys.executable, "-m", "appliance")
+GPU_BYTES = 85899345920
+QUICK = {"settle_s": 2, "unreachable_after_s": 2, "lost_after_s": 5, "drain_grace_s": 30, "wake_wait_s": 60}
+"""Timings of a control plane in tests; the proportions are those of the defaults."""
+
+
+def inventory(node: str, gpus: int = 8, fabric: str = "", gpu: str = "NVIDIA H100 80GB HBM3") -> dict[str, Any]:
+    """What `agent.inventory_file` holds for a node of so many GPUs."""
+    found: dict[str, Any] = {"node": node, "cpus": {"count": 16}, "memory": {"total_bytes": 1 << 40}}
+    found["gpus"] = [{"name": gpu, "memory_bytes": GPU_BYTES, "uuid": f"GPU-{node}-{n}"} for n in range(gpus)]
+    if fabric:
+        found["fabrics"] = [{"name": fabric, "transport": "ib", "rails": [{"adapter": "mlx5_0"}]}]
+    return found
+
+
+@attrs.define(eq=False)
+class Process:
+    """One running part of the cluster, with its log in a file of its own."""
+
+    popen: subprocess.Popen[bytes]
+    log_file: Path
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def log(self) -> list[str]:
+        return self.log_file.read_text().splitlines()
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    async def logged(self, wanted: str, times: int = 1, within_s: float = 30.0) -> str:
+        """Wait until `times` lines hold `wanted`; the last of them."""
+        lines: list[str] = []
+
+        def there() -> bool:
+            lines[:] = [line for line in self.log if wanted in line]
+            return len(lines) >= times or not self.alive
+
+        await until(there, f"logged: {wanted}", within_s)
+        assert len(lines) >= times, self.log
+        return lines[-1]
+
+    def kill(self) -> None:
+        """As a crash would, without a last word."""
+        if self.alive:
+            self.popen.kill()
+        self.popen.wait()
+
+    async def stop(self) -> int:
+        self.popen.send_signal(signal.SIGTERM)
+        await until(lambda: not self.alive, "it has ended")
+        return self.popen.returncode
+
+
+class Place:
+    """A folder with configuration and state of one machine, on which `appliance` can be run.
+
+    `within` goes before each command: how a command is run in a network namespace.
+    """
+
+    def __init__(self, folder: Path, name: str, within: Sequence[str] = ()) -> None:
+        self.name = name
+        self.folder = folder / name
+        self.folder.mkdir(parents=True)
+        self.config = self.folder / "appliance.toml"
+        self.state = self.folder / "appliance-state"
+        self.within = tuple(within)
+        self.process: Process | None = None
+        self._starts = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("APPLIANCE_", "LISTEN_"))}
+        return own | {
+            "APPLIANCE_CONFIG": str(self.config),
+            "STATE_DIRECTORY": str(self.state),
+            "RUNTIME_DIRECTORY": str(self.folder / "appliance-run"),
+        }
+
+    async def run(self, *words: str, status: int = 0) -> str:
+        """What a command that ends by itself prints; its exit status must be `status`."""
+        done = await trio.run_process(
+            [*self.within, *APPLIANCE, *words],
+            env=self.environment,
+            capture_stdout=True,
+            capture_stderr=True,
+            check=False,
+        )
+        told = done.stdout.decode() + done.stderr.decode()
+        assert done.returncode == status, (words, done.returncode, told)
+        return done.stdout.decode() if not status else told
+
+    def begin(self, *words: str) -> Process:
+        """Start a part that goes on, without waiting."""
+        log_file = self.folder / f"{words[0]}-{self._starts}.log"
+        self._starts += 1
+        with log_file.open("wb") as log:
+            popen = subprocess.Popen(
+                [*self.within, *APPLIANCE, *words],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=self.environment,
+                start_new_session=True,
+            )
+        self.process = Process(popen, log_file)
+        return self.process
+
+    def engines(self) -> dict[int, str]:
+        """Pid -> marker of every engine process of this machine."""
+        with contextlib.suppress(FileNotFoundError):
+            word = (self.state / "shards" / "word").read_text().strip()
+            return procfs.marked(lambda marker: bool(word) and marker.startswith(f"{word}."))
+        return {}
+
+    def kill(self, *, engines: bool = True) -> None:
+        """The machine dies: its part of the program, and with it the engines."""
+        if self.process is not None:
+            self.process.kill()
+        for pid in self.engines() if engines else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@attrs.define(eq=False)
+class Cluster:
+    """`control` is where `serve` runs; `nodes` are by name. `models` are the tables of the configuration."""
+
+    folder: Path
+    host: str = "127.0.0.1"
+    control: Place = attrs.field(init=False)
+    nodes: dict[str, Place] = attrs.field(factory=dict)
+    link_port: int = 0
+    door_port: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.control = Place(self.folder, "control")
+        # Fixed ports: whoever starts again must be found where it was.
+        self.link_port, self.door_port = _free_ports(self.host, 2)
+
+    def configure(self, models: str, **control: object) -> None:
+        """Write the configuration of `serve`."""
+        own = {"listen": f"{self.host}:{self.link_port}", **QUICK, **control}
+        server = {"listen": f"{self.host}:{self.door_port}", "metrics_listen": f"{self.host}:0", "drain_s": 10}
+        sections = [("server", server), ("control", own), ("scheduling", {"scrape_s": 0.25})]
+        lines = [line for name, keys in sections for line in (f"[{name}]", *_lines(keys))]
+        self.control.config.write_text("\n".join([*lines, models]))
+
+    async def begin(self) -> None:
+        """Make the cluster and serve."""
+        await self.control.run("ctl", "init", "--host", self.host)
+        await self.serve()
+
+    async def serve(self, *flags: str) -> Process:
+        process = self.control.begin("serve", *flags)
+        await process.logged("event=serving")
+        return process
+
+    async def reload(self, models: str, **control: object) -> None:
+        """Write the configuration anew and have it taken."""
+        assert self.control.process is not None
+        told = sum('event="configuration reloaded"' in line for line in self.control.process.log)
+        self.configure(models, **control)
+        self.control.process.popen.send_signal(signal.SIGHUP)
+        await self.control.process.logged('event="configuration reloaded"', told + 1)
+
+    async def add(self, node: str, found: Mapping[str, Any], address: str = "", within: Sequence[str] = ()) -> Place:
+        """A machine joins, and its agent runs. `found` is its inventory."""
+        number = len(self.nodes)
+        place = self.nodes[node] = Place(self.folder, node, within)
+        address = address or f"127.0.1.{number + 1}"
+        interfaces = [{"name": "eth0", "addresses": [address]}]
+        hardware = place.folder / "inventory.json"
+        hardware.write_text(json.dumps({**found, "address": address, "interfaces": interfaces}))
+        # Below what the kernel gives out by itself; nodes on loopback share one machine's ports.
+        first = 20000 + (os.getpid() % 40) * 300 + number * 50
+        own = {
+            "address": address,
+            "listen": f"{address}:0",
+            "port_range": [first, first + 49],
+            "inventory_file": str(hardware),
+            "llamacpp": {"threads": 1},
+            "executables": {"llamacpp": str(Path(sys.executable).with_name("appliance-llama-server"))},
+        }
+        place.config.write_text("\n".join(["[agent]", *_lines(own)]))
+        line = shlex.split(await self.control.run("ctl", "node", "add", node))
+        assert line[:3] == ["appliance", "agent", "join"], line
+        await place.run(*line[1:])
+        await self.start(node)
+        return place
+
+    async def start(self, node: str) -> Process:
+        """Start the agent of a machine that has joined."""
+        process = self.nodes[node].begin("agent")
+        await process.logged('event="agent runs"')
+        return process
+
+    async def ctl(self, *words: str) -> Any:
+        """The document of a `ctl` command that prints JSON."""
+        return json.loads(await self.control.run("ctl", *words, "--json"))
+
+    async def ask(self, path: str) -> Any:
+        """A document of the management API: what `ctl` asks, without the price of a process."""
+        return await trio.to_thread.run_sync(_get, self.control.folder / "appliance-run" / "admin.sock", path)
+
+    async def replicas(self, model: str = "", state: str = "") -> list[dict[str, Any]]:
+        """Replicas that exist now."""
+        found = await self.ask("/replicas")
+        return [each for each in found if each["id"] and model in ("", each["model"]) and state in ("", each["state"])]
+
+    async def ready(self, model: str, count: int = 1, within_s: float = 60.0) -> list[dict[str, Any]]:
+        """Wait until exactly `count` replicas of the model are there, all of them ready."""
+        return await self.come(
+            lambda: self.replicas(model),
+            lambda found: len(found) == count and all(each["state"] == "ready" for each in found),
+            f"{count} ready replicas of {model}",
+            within_s,
+        )
+
+    async def node(self, name: str) -> dict[str, Any]:
+        return next(each for each in await self.ask("/nodes") if each["name"] == name)
+
+    async def node_is(self, name: str, state: str, within_s: float = 40.0) -> dict[str, Any]:
+        return await self.come(
+            lambda: self.node(name), lambda found: found["state"] == state, f"{name} is {state}", within_s
+        )
+
+    async def come(
+        self, look: Callable[[], Awaitable[T]], wanted: Callable[[T], object], what: str, within_s: float = 60.0
+    ) -> T:
+        """Look until it is as wanted; what was seen then."""
+        with trio.move_on_after(within_s):
+            while not wanted(found := await look()):  # noqa: ASYNC110 - other processes bring it about
+                await trio.sleep(0.1)
+            return found
+        raise AssertionError(f"never true: {what}; last seen: {found}")
+
+    def engines(self) -> dict[str, set[int]]:
+        """Pids of all engine processes, by node."""
+        return {name: set(place.engines()) for name, place in self.nodes.items()}
+
+    def kill(self) -> None:
+        for place in (self.control, *self.nodes.values()):
+            place.kill()
+
+
+@asynccontextmanager
+async def cluster(folder: Path, **more: Any) -> AsyncIterator[Cluster]:
+    made = Cluster(folder, **more)
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+def sim_model(name: str = "m", *, replicas: int = 1, profile: str = "gpus_per_node = 1", scaling: str = "") -> str:
+    """The tables of a model that the built-in engine serves."""
+    more = f", {scaling}" if scaling else ""
+    return (
+        f"[[models]]\nname = '{name}'\nscaling = {{ min_replicas = {replicas}{more} }}\n"
+        f"[[models.profiles]]\nname = 'p'\nengine = 'sim'\n{profile}\n"
+    )
+
+
+def _get(sock: Path, path: str) -> Any:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(20)
+        line.connect(str(sock))
+        line.sendall(f"GET {path} HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n".encode())
+        answer = http.client.HTTPResponse(line)
+        answer.begin()
+        body = answer.read()
+    assert answer.status == 200, (path, answer.status, body)
+    return json.loads(body)
+
+
+def _lines(keys: Mapping[str, object]) -> list[str]:
+    return [f"{key} = {toml_value(value)}" for key, value in keys.items()]
+
+
+def _free_ports(host: str, count: int) -> list[int]:
+    sockets = [socket.create_server((host, 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
