@@ -1,0 +1,1 @@
+"""Decisions about where a replica goes: which nodes, which GPUs, and why not elsewhere."""

@@ -1,0 +1,114 @@
+"""Whether one node's hardware can take one part of a replica: which GPUs, room on its disk, and the words for no.
+
+An agent without a control plane and the control plane ask the same functions, so a GPU that one of them calls free is
+free for the other too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from appliance.facts.catalog import Profile
+from appliance.facts.hardware import GIB, Gpu, Inventory
+from appliance.rules.placement.topology import together
+
+HEADROOM_BYTES = 10 * GIB
+"""What the disk of a node must have free before a source is fetched to it. How large a source is nobody knows before
+it is asked for, and the fetch itself checks that; a disk with less than this is full already."""
+
+
+class NoRoom(Exception):
+    """The profile does not fit; the message is a sentence for operators."""
+
+
+def is_free(gpu: Gpu, taken: Mapping[str, str]) -> bool:
+    """Whether a GPU may be had. One of unknown memory or class may not, even if its agent did not object to it.
+
+    Two unknown classes are not known to be one.
+    """
+    return not gpu.hindrances and gpu.memory_bytes is not None and gpu.gpu_class != "" and gpu.uuid not in taken
+
+
+def free_gpus(gpus: Iterable[Gpu], taken: Mapping[str, str]) -> dict[str, list[Gpu]]:
+    """Those of a node's GPUs that may be had, by class. `taken` says by UUID who has a GPU."""
+    found: dict[str, list[Gpu]] = {}
+    for gpu in gpus:
+        if is_free(gpu, taken):
+            found.setdefault(gpu.gpu_class, []).append(gpu)
+    return found
+
+
+def choose(profile: Profile, free: Mapping[str, Sequence[Gpu]], gpu_class: str = "") -> tuple[Gpu, ...] | None:
+    """GPUs of one class for one node's part: none for a profile on CPUs, None where there are too few.
+
+    `gpu_class` is what the replica agreed on, "" when the profile alone decides. Of several classes that would do the
+    one with the fewest free is chosen, so that the larger ones stay whole.
+    """
+    count = profile.gpus_per_node
+    if count == 0:
+        return ()
+    wanted = gpu_class or profile.gpu_class
+    enough = [(len(gpus), name) for name, gpus in free.items() if len(gpus) >= count and (not wanted or name == wanted)]
+    return together(free[min(enough)[1]], count) if enough else None
+
+
+def choose_gpus(profile: Profile, inventory: Inventory, taken: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """GPUs for one node's part of a replica, none for a profile on CPUs. Raises NoRoom."""
+    gpus = choose(profile, free_gpus(inventory.gpus, taken))
+    if gpus is None:
+        raise NoRoom(why_no_gpus(profile, inventory, taken))
+    return gpus
+
+
+def is_fetched(profile: Profile) -> bool:
+    """Whether its weights must be brought to the node first. An absolute path is there already, the sim needs none."""
+    return profile.engine != "sim" and profile.source != "" and not profile.source.startswith("/")
+
+
+def is_cramped(inventory: Inventory) -> bool:
+    """Whether the disk is too full to fetch anything. What is unknown is not below anything."""
+    free = inventory.disk.free_bytes if inventory.disk else None
+    return free is not None and free < HEADROOM_BYTES
+
+
+def wanted_gpus(profile: Profile) -> str:
+    """What each node must give, in words: `8 GPUs of class h100-80g`."""
+    count = profile.gpus_per_node
+    of = f" of class {profile.gpu_class}" if profile.gpu_class else " of one class" if count > 1 else ""
+    return f"{count} GPU{'s' if count > 1 else ''}{of}"
+
+
+def why_no_gpus(profile: Profile, inventory: Inventory, taken: Mapping[str, str]) -> str:
+    """The sentence for `choose` having found too few."""
+    wanted = wanted_gpus(profile)
+    unseen = ", as far as could be seen" if inventory.partial else ""
+    if not inventory.gpus:
+        return f"it needs {wanted}, and this node has none{unseen}"
+    fitting = [gpu for gpu in inventory.gpus if profile.gpu_class in ("", gpu.gpu_class)]
+    if not fitting:
+        here = ", ".join(sorted({gpu.gpu_class or "of unknown class" for gpu in inventory.gpus}))
+        return f"it needs {wanted}, and the GPUs here are {here}{unseen}"
+    free = max(map(len, free_gpus(fitting, taken).values()), default=0)
+    details = [text for gpu in fitting if (text := why_not_free(gpu, taken))]
+    told = f" ({'; '.join(details)})" if details else ""
+    return f"it needs {wanted}, and {free} of {len(fitting)} are free{unseen}{told}"
+
+
+def why_not_free(gpu: Gpu, taken: Mapping[str, str]) -> str:
+    """Who has it or what is wrong with it, "" when it may be had."""
+    if gpu.uuid in taken:
+        return f"GPU {gpu.index} has {taken[gpu.uuid]}"
+    for each in gpu.hindrances:
+        return f"GPU {gpu.index}: {each.code}: {each.message}"
+    return "" if is_free(gpu, taken) else f"GPU {gpu.index}: memory: how much memory it has is unknown"
+
+
+def why_no_disk(profile: Profile, inventory: Inventory) -> str:
+    """The sentence for a disk that is too full for what must be fetched, "" when it is not."""
+    disk = inventory.disk
+    if not is_fetched(profile) or not is_cramped(inventory) or disk is None or disk.free_bytes is None:
+        return ""
+    return (
+        f"{profile.source} must be fetched, and its disk has {disk.free_bytes / GIB:.1f} GiB free at {disk.path}"
+        f" (at least {HEADROOM_BYTES // GIB} GiB must be)"
+    )
