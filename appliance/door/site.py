@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -39,6 +39,8 @@ class Door:
         self.taken_over = False
         """Another process answers at the door's address: ready, as far as those who ask are concerned."""
         self.ready: Callable[[], bool] = lambda: True
+        self.replicas: Callable[[], Mapping[str, Mapping[str, int]]] = dict
+        """Of each model that is placed on nodes: how many replicas are in which state."""
         self._buffers = buffers
         self._origins: frozenset[bytes] = frozenset()
         self._proxies: Proxies | None = None
@@ -97,7 +99,7 @@ class Door:
             case Kind.HEALTH | Kind.STATUS:
                 await reply.whole(
                     200,
-                    msgspec.json.encode(status_document(self.gateway, self.draining)),
+                    msgspec.json.encode(status_document(self.gateway, self.draining, self.replicas())),
                     fields=[(b"cache-control", b"no-store")],
                 )
             case Kind.READY:
@@ -232,26 +234,29 @@ def model_entries(gateway: Gateway) -> list[dict[str, Any]]:
         entry = gateway.table.find(name)
         assert entry is not None
         shown: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "appliance"}
-        for member in entry.members:
-            listed = gateway.listed.get(member.id, {}).get(entry.upstream_name(member))
-            if listed is not None:
-                shown = {**shown, **listed, "id": name, "owned_by": listed.get("owned_by") or "appliance"}
-                break
+        for listed in gateway.entries_of(entry):
+            shown = {**shown, **listed, "id": name, "owned_by": listed.get("owned_by") or "appliance"}
+            break
         entries.append(shown)
     return entries
 
 
-def status_document(gateway: Gateway, draining: bool) -> dict[str, Any]:
+def status_document(
+    gateway: Gateway, draining: bool, replicas: Mapping[str, Mapping[str, int]] | None = None
+) -> dict[str, Any]:
     """`/healthz`, `/status.json` and `/`: what is served, and how it is."""
-    models = {}
+    models: dict[str, dict[str, Any]] = {}
     for name, entry in sorted(gateway.table.entries.items()):
         up = sum(member.up for member in entry.members)
         models[name] = {
             "ready": up > 0,
+            "waking": not up and bool(entry.waking),
             "endpoints": len(entry.members),
             "endpoints_up": up,
             "aliases": list(entry.aliases),
         }
+        if replicas and name in replicas:
+            models[name]["replicas"] = replicas[name]
     return {
         "status": "draining" if draining else "ok",
         "version": __version__,

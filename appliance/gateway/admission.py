@@ -34,8 +34,8 @@ from .usage import Tally
 class Gate:
     """Admission as the request road sees it."""
 
-    def __init__(self, settings: AdmissionSettings, table: Table) -> None:
-        self.rules = Admission(settings)
+    def __init__(self, settings: AdmissionSettings, table: Table, wake_wait_s: float) -> None:
+        self.rules = Admission(settings, wake_wait_s)
         self._table = table
         self._typical: dict[str, Typical] = {}
         self._open: tuple[tuple[str, bool], ...] = ()
@@ -114,12 +114,22 @@ class Gate:
     def pressed(self, member: Member) -> bool:
         return self.rules.pressed(member.id)
 
-    def configure(self, settings: AdmissionSettings) -> None:
-        if settings != self.rules.settings:
-            _wake(self.rules.configure(settings, time.monotonic()))
+    def admits(self, member: Member, now: float) -> bool:
+        """Whether it may be sent requests."""
+        return not gate(member, now)
+
+    def depth(self, model: str) -> int:
+        """Requests that wait for a model, in all bands."""
+        lane = self.rules.lanes.get(model)
+        return 0 if lane is None else len(lane)
+
+    def configure(self, settings: AdmissionSettings, wake_wait_s: float) -> None:
+        if settings != self.rules.settings or wake_wait_s != self.rules.wake_wait_s:
+            _wake(self.rules.configure(settings, time.monotonic(), wake_wait_s))
 
     def publish(self) -> None:
-        """Tell the rules which endpoints may be sent requests now: after every change of names and settings."""
+        """Tell the rules which endpoints may be sent requests now, and which models can be waited for without: after
+        every change of names and settings."""
         now = time.monotonic()
         self._open = self._shape(now)
         served = {}
@@ -127,7 +137,7 @@ class Gate:
             endpoints = [_as_it_is(member) for member in entry.members if not gate(member, now)]
             if endpoints:
                 served[name] = endpoints
-        _wake(self.rules.table(served, now))
+        _wake(self.rules.table(served, now, waking=self._table.waking))
         for name in self._typical.keys() - self._table.entries.keys():
             del self._typical[name]
 

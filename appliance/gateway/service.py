@@ -10,61 +10,50 @@ before the client's is: an engine never works for nobody.
 from __future__ import annotations
 
 import random
-import ssl
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import msgspec
 
 from ..facts.call import Call
 from ..facts.choice import ANSWER, CLIENT_LEFT, DEADLINE, ERROR_EVENT, Attempt, Choice, Outcome
-from ..facts.endpoint import Endpoint, Sample
 from ..facts.errors import Refusal
 from ..facts.settings import Settings
 from ..nursery.sleeper import Cut, DeadlinePassed
 from ..rules.admission.ticket import Ticket
-from ..rules.engines.metrics import Contract
 from ..rules.scheduling.member import Member
 from ..rules.scheduling.outcomes import classify, of_status
 from ..rules.scheduling.pipeline import Policy, choose, has_another, not_ready
 from ..rules.scheduling.retry import GiveUp, PassOn, Retry, next_step
-from ..rules.scheduling.table import Change, Entry, Table
+from ..rules.scheduling.table import Change, Entry
 from ..wire import fields
 from ..wire.line import Poller
-from .admission import Gate
 from .errors import ErrorAnswer, error_event, error_of_event, shaped_error
 from .identity import prompt_head
-from .meters import Meters
 from .record import CLIENT_LEFT as CLIENT_LEFT_CODE
 from .record import Books, Record
 from .relay import Attempt as Try
 from .relay import Promises, ping_while_silent, tell_waiting
 from .reply import Cancelled, ClientLeft, EndpointLost, Left, Reply
+from .roster import Roster
 from .stream import FirstEventIsError
-from .upstream import Upstream, UpstreamFailed
+from .upstream import UpstreamFailed
+from .waking import absent, asleep, awake, worth_asking
 
 if TYPE_CHECKING:
     from .trace import Tracer
 
 
-class Gateway:
-    """Everything between the door and the engines. `configure` may be called again at any time; `close` ends it."""
+class Gateway(Roster):
+    """Everything between the door and the engines. `configure` and `publish` may be called again at any time; `close`
+    ends it."""
 
     def __init__(self, settings: Settings, poller: Poller, rng: random.Random | None = None) -> None:
-        self.poller = poller
+        super().__init__(settings, poller)
         self.rng = rng or random.Random()
-        self.table = Table(settings.scheduling.prefix)
-        self.meters = Meters()
         self.books = Books(self.meters)
         self.tracer: Tracer | None = None
-        self.upstreams: dict[str, Upstream] = {}
-        self.listed: dict[str, dict[str, dict[str, Any]]] = {}
-        """By endpoint id, then by name: the entries of the endpoint's own list of models."""
-        self.contracts: dict[str, Contract] = {}
-        """By endpoint id: what it promised to publish about its load, and whether it does."""
-        self._context: ssl.SSLContext | None = None
-        self.gate = Gate(settings.admission, self.table)
         self.configure(settings)
 
     # -- settings ------------------------------------------------------------------------------------------------------
@@ -86,72 +75,8 @@ class Gateway:
             deadlines.sse_ping_s,
             deadlines.sse_ping_before_first_token,
         )
-        change = self.table.replace(settings.endpoints, settings.models)
-        for member in (*change.removed, *change.changed):
-            self.upstreams.pop(member.id).close()
-        for member in change.removed:
-            self.listed.pop(member.id, None)
-            self.contracts.pop(member.id, None)
-        for member in (*change.added, *change.changed):
-            self.upstreams[member.id] = self._upstream(member.endpoint)
-        self.meters.keep_models(set(self.table.entries))
         self.admission = settings.admission
-        self.gate.configure(settings.admission)
-        self.gate.publish()
-        return change
-
-    def close(self) -> None:
-        for upstream in self.upstreams.values():
-            upstream.close()
-
-    # -- what is heard of endpoints ------------------------------------------------------------------------------------
-
-    def heard(self, member: Member, entries: dict[str, dict[str, Any]]) -> tuple[str, ...]:
-        """The endpoint's own list of models; answers with the names that it cannot have."""
-        self.listed[member.id] = entries
-        before = self.table.entries
-        refused = self.table.learn_names(member, entries)
-        if self.table.entries is not before:
-            self.gate.publish()
-        return refused
-
-    def failing(self, member: Member, word: str) -> None:
-        """Whether the endpoint answers its probes; "" is good news."""
-        if word != member.failing:
-            member.set_failing(word)
-            self.gate.health_changed(time.monotonic())
-
-    def sampled(self, member: Member, sample: Sample, every_s: float) -> None:
-        """Its metrics were read."""
-        member.hear(sample, every_s)
-        self.gate.sampled(member, sample)
-
-    def unheard(self, member: Member) -> None:
-        """Its metrics could not be read, or do not tell what they must."""
-        self.gate.unheard(member)
-
-    def told_capacity(self, member: Member, slots: int) -> None:
-        """The engine's own word on how many requests it runs at once."""
-        member.tell_capacity(slots)
-        self.gate.told_capacity(member, slots)
-
-    def pressed(self, member: Member) -> bool:
-        """Whether requests wait for this endpoint."""
-        return self.gate.pressed(member)
-
-    # -- upkeep ------------------------------------------------------------------------------------------------------
-
-    def drop_stale(self, now: float) -> None:
-        """Close connections to engines that were idle for too long; called once a second."""
-        for upstream in self.upstreams.values():
-            upstream.drop_stale(now)
-
-    def _upstream(self, endpoint: Endpoint) -> Upstream:
-        if endpoint.tls and self._context is None:
-            from ..wire.tls import client_context
-
-            self._context = client_context()
-        return Upstream(endpoint, self.poller, self._context)
+        return self._configure(settings)
 
     # -- the road ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +125,10 @@ class Gateway:
     ) -> None:
         """Its own model could not take the request; `ended` is what the client is told if no fallback can either."""
         before = list(record.attempts)
-        for model in () if only else self.table.chain(entry):
+        fallbacks = () if only else tuple(self.table.chain(entry))
+        for model in fallbacks:
+            if not worth_asking(model, fallbacks, record.tickets, time.monotonic()):
+                continue
             if await self._at_model(model, call, reply, record, only, before) is None:
                 return
             before = list(record.attempts)
@@ -217,7 +145,12 @@ class Gateway:
         if only and call.ask.model is None:
             # what is stored lies at one endpoint, and looking at it is no work: there is nothing to wait for
             return await self._with_retries(entry, call, reply, record, only, before, None)
-        now = time.monotonic() if record.attempts else call.arrived
+        now = call.arrived if before is None else time.monotonic()
+        entry.asked_at = now
+        if entry.waking and asleep(entry, now):
+            self.wanted(entry.name)
+            if before is None and not only and any(awake(other, now) for other in self.table.chain(entry)):
+                return absent(entry, self.why_not(entry.name), None, now)
         ticket = self.gate.ask(entry, call, reply.sleeper, now)
         record.tickets.append(ticket)
         try:
@@ -225,7 +158,9 @@ class Gateway:
                 await self._wait(ticket, reply, record)
             if ticket.refusal is not None:
                 refused = ticket.refusal
-                return not_ready(entry, time.monotonic()) if refused.code == "model_not_ready" else refused
+                if refused.code == "model_not_ready":
+                    return absent(entry, self.why_not(entry.name), ticket, time.monotonic())
+                return refused
             return await self._with_retries(entry, call, reply, record, only, before, ticket)
         finally:
             self.gate.end(ticket, call, record.outcome == "ok", record.tally, time.monotonic())
@@ -260,7 +195,7 @@ class Gateway:
         tried: list[str] = []
         ended: ErrorAnswer | Refusal | None = None
         member: Member | None = None
-        now = time.monotonic() if record.attempts or (ticket is not None and ticket.number) else call.arrived
+        now = call.arrived if before is None and (ticket is None or not ticket.number) else time.monotonic()
         granted = "" if ticket is None else ticket.pool
         while True:
             fresh = member is not None

@@ -81,6 +81,8 @@ class Upstream:
         self._unknown: Exception | None = None
         self._key = b""
         self._key_until = 0.0
+        self._key_field = b"authorization: Bearer %b\r\n" % endpoint.api_key.encode() if endpoint.api_key else b""
+        self._key_usable = _is_key(endpoint.api_key.encode())
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
         default = 443 if endpoint.tls else 80
         self._host_field = (
@@ -239,6 +241,12 @@ class Upstream:
         """
         if self.endpoint.api_key_file:
             fields += b"authorization: Bearer " + self._read_key(now) + b"\r\n"
+        elif self._key_field:
+            if not self._key_usable:
+                raise UpstreamFailed(
+                    "refused", f"the key of endpoint {self.endpoint.id} has more than visible characters"
+                )
+            fields += self._key_field
         if length >= 0:
             fields += b"content-length: %d\r\n" % length
         return b"%b %b%b HTTP/1.1\r\n%b%b\r\n" % (method, self._base, target, self._host_field, fields)
@@ -251,11 +259,16 @@ class Upstream:
                     key = file.read(4096).strip()
             except OSError as error:
                 raise UpstreamFailed("refused", f"cannot read {where}: {error.strerror}") from None
-            if not key or not all(32 < byte < 127 for byte in key):
+            if not key or not _is_key(key):
                 raise UpstreamFailed("refused", f"{where} must hold one key: a line of visible characters")
             self._key = key
             self._key_until = now + KEY_S
         return self._key
+
+
+def _is_key(key: bytes) -> bool:
+    """Whether a key can stand in a header field: visible characters only."""
+    return all(32 < byte < 127 for byte in key)
 
 
 def _numeric(host: str, port: int) -> list[_Address]:

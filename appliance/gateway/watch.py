@@ -57,6 +57,8 @@ class Watches:
     async def _watch(self, member: Member, scope: trio.CancelScope) -> None:
         contract = Contract(member.endpoint.engine, member.id)
         with scope:
+            # Its endpoint may be gone before this begins, and what is noted for it would stay for ever.
+            await trio.lowlevel.checkpoint_if_cancelled()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._with_sleeper, self._ask_for_ever, member, name=f"models of {member.id}")
                 if scraped(member.endpoint.engine):

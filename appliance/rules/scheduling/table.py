@@ -5,7 +5,8 @@ Resolving is one dictionary look-up. Everything else happens when settings, disc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -37,12 +38,15 @@ class Entry:
     """A model. Kept for as long as its name is, so that a reload forgets neither prefixes nor sessions.
 
     `configured` names stand in the file; others were reported by endpoints and go when the last of these does. `pools`
-    come highest priority first. `sessions` remembers where a session was served last.
+    come highest priority first. `sessions` remembers where a session was served last. `asked_at` is when it was last
+    asked for. `waking` says what is being done to have it served, where a request without an endpoint may wait for
+    that; "" where none may.
     """
 
     __slots__ = (
         "_upstream",
         "aliases",
+        "asked_at",
         "configured",
         "context_tokens",
         "fallbacks",
@@ -51,6 +55,7 @@ class Entry:
         "pools",
         "sessions",
         "tree",
+        "waking",
     )
 
     def __init__(self, name: str, prefix: Prefix) -> None:
@@ -63,6 +68,8 @@ class Entry:
         self.members: tuple[Member, ...] = ()
         self.tree = Prefixes(prefix.max_bytes, prefix.max_nodes)
         self.sessions = Remembered()
+        self.asked_at = -math.inf
+        self.waking = ""
         self._upstream: dict[str, str] = {}
 
     def upstream_name(self, member: Member) -> str:
@@ -103,13 +110,15 @@ class Table:
     `members` is by endpoint id, `entries` by canonical name, `responses` remembers which endpoint made a response id.
     """
 
-    __slots__ = ("_models", "_names", "_prefix", "entries", "members", "responses")
+    __slots__ = ("_models", "_names", "_prefix", "entries", "members", "responses", "waking")
 
     def __init__(self, prefix: Prefix) -> None:
         self._prefix = prefix
         self._models: tuple[Model, ...] = ()
         self._names: dict[str, Entry] = {}
         self.entries: dict[str, Entry] = {}
+        self.waking: Mapping[str, str] = {}
+        """Models whose requests may wait although nobody serves them, each with what is being done about it."""
         self.members: dict[str, Member] = {}
         self.responses = Remembered()
 
@@ -163,6 +172,14 @@ class Table:
                 yield other
 
     # -- changes ---------------------------------------------------------------------------------------------------
+
+    def wake(self, waking: Mapping[str, str]) -> None:
+        """Models that are being woken, or could be, each with what is being done about it; others are not."""
+        for name in self.waking.keys() | waking.keys():
+            entry = self.entries.get(name)
+            if entry is not None:
+                entry.waking = waking.get(name, "")
+        self.waking = waking
 
     def replace(self, endpoints: Iterable[Endpoint], models: Iterable[Model]) -> Change:
         """New settings. A member survives with its live state when its id, address and engine are what they were."""
@@ -226,6 +243,7 @@ class Table:
             entry.aliases = entry.fallbacks = ()
             entry.context_tokens = 0
             entry.configured = name in configured
+            entry.waking = self.waking.get(name, "")
             entry.place(members)
             entries[name] = entry
         for model in self._models:
