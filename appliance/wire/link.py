@@ -19,7 +19,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -39,6 +39,7 @@ from wsproto.events import (
     Request,
     TextMessage,
 )
+from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import ProtocolError
 
 from ..facts import link as facts
@@ -95,7 +96,12 @@ class LinkClosed(Exception):
 
 
 class LinkRefused(Exception):
-    """No link came of the call; the text is what the network, TLS or HTTP said."""
+    """No link came of the call; the text is what the network, TLS or HTTP said. `by` is who said so: `tls` and `http`
+    are answers, and asking again at once would get the same ones; "" is a network, or a peer that is not there."""
+
+    def __init__(self, text: str, by: str = "") -> None:
+        super().__init__(text)
+        self.by = by
 
 
 class Malformed(Exception):
@@ -319,18 +325,24 @@ class SocketLink:
                     case BytesMessage() | TextMessage():
                         self._part += event.data.encode() if isinstance(event.data, str) else event.data
                         if len(self._part) > MAX_MESSAGE_BYTES:
-                            self._break_off(1009, f"a message has more than {MAX_MESSAGE_BYTES} bytes")
+                            self._break_off(
+                                CloseReason.MESSAGE_TOO_BIG, f"a message has more than {MAX_MESSAGE_BYTES} bytes"
+                            )
                             return
                         if event.message_finished:
                             self._arrived.append(bytes(self._part))
                             self._part.clear()
                     case Ping():
                         self._replies.append((event.response(), ""))
+                    case CloseConnection() if self._websocket.state is ConnectionState.OPEN:
+                        # wsproto's word for bytes that it cannot read, with what we should answer
+                        self._break_off(event.code, f"what arrived is not a WebSocket: {event.reason}")
+                        return
                     case CloseConnection():
                         why = f": {event.reason}" if event.reason else ""
                         self._replies.append((event.response(), f"the other side has ended the link{why}"))
         except ProtocolError as error:
-            self._break_off(1002, f"what arrived is not a WebSocket: {error}")
+            self._break_off(CloseReason.PROTOCOL_ERROR, f"what arrived is not a WebSocket: {error}")
 
     def _break_off(self, code: int, reason: str) -> None:
         self._part.clear()
@@ -342,6 +354,38 @@ class SocketLink:
     def _end(self, reason: str) -> str:
         self._over = self._over or reason
         return self._over
+
+
+async def shake_hands(tcp: trio.SocketStream, context: ssl.SSLContext, peer: str) -> trio.SSLStream[trio.SocketStream]:
+    """The server's side of a TLS handshake. Where it fails the peer is told why, and LinkRefused is raised. The
+    transport stays the caller's to close; no bound on the time is set here."""
+    overheard = _Overheard(context)
+    secure = trio.SSLStream(tcp, cast(ssl.SSLContext, overheard), server_side=True, https_compatible=True)
+    with _refused_by(peer):
+        try:
+            await secure.do_handshake()
+        except trio.BrokenResourceError:
+            if alert := overheard.outgoing.read():
+                with trio.move_on_after(CLOSE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                    await tcp.send_all(alert)
+                    await tcp.send_eof()
+                    while await tcp.receive_some(_READ_BYTES):
+                        continue
+            raise
+    return secure
+
+
+class _Overheard:
+    """Stands in for a context to keep what TLS wants to send. Trio drops the alert of a handshake that failed, so the
+    peer would see nothing but the end."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context = context
+        self.outgoing = ssl.MemoryBIO()
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, **others: Any) -> ssl.SSLObject:
+        self.outgoing = outgoing
+        return self._context.wrap_bio(incoming, outgoing, **others)
 
 
 async def answer(stream: trio.abc.Stream, request: bytes, peer: str) -> SocketLink:
@@ -407,7 +451,8 @@ async def _upgrade(stream: trio.abc.Stream, peer: str) -> WSConnection:
     status, said = 0, b""
     while True:
         data = await stream.receive_some(_READ_BYTES)
-        websocket.receive_data(bytes(data))
+        if data or status:  # an answer without a length ends with the connection
+            websocket.receive_data(bytes(data))
         # One at a time: what comes behind the acceptance belongs to the link.
         while (event := next(iter(websocket.events()), None)) is not None:
             match event:
@@ -416,11 +461,11 @@ async def _upgrade(stream: trio.abc.Stream, peer: str) -> WSConnection:
                 case RejectConnection():
                     status = event.status_code
                     if not event.has_body:
-                        raise LinkRefused(f"{peer}: HTTP {status}")
+                        raise LinkRefused(f"{peer}: HTTP {status}", "http")
                 case RejectData():
                     said = (said + event.data)[:_REFUSAL_BYTES]
                     if event.body_finished:
-                        raise LinkRefused(f"{peer}: HTTP {status}: {said.decode(errors='replace').strip()}")
+                        raise LinkRefused(f"{peer}: HTTP {status}: {said.decode(errors='replace').strip()}", "http")
         if not data:
             raise LinkRefused(f"{peer}: it closed the connection instead of upgrading it")
 
@@ -430,7 +475,15 @@ def _refused_by(peer: str) -> Iterator[None]:
     try:
         yield
     except (OSError, trio.BrokenResourceError, ProtocolError) as error:
-        raise LinkRefused(f"{peer}: {_why(error)}") from None
+        raise LinkRefused(f"{peer}: {_why(error)}", _by(error)) from None
+
+
+def _by(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    if isinstance(cause, ProtocolError):
+        return "http"
+    broken = isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+    return "tls" if isinstance(cause, ssl.SSLError) and not broken else ""
 
 
 def _why(error: BaseException) -> str:
