@@ -404,19 +404,22 @@ async def answer(stream: trio.abc.Stream, request: bytes, peer: str) -> SocketLi
 
 
 @asynccontextmanager
-async def call(url: str, ssl_context: ssl.SSLContext | None = None, dial_s: float = DIAL_S) -> AsyncIterator[Link]:
+async def call(
+    url: str, ssl_context: ssl.SSLContext | None = None, dial_s: float = DIAL_S, *, name: str = ""
+) -> AsyncIterator[Link]:
     """A link to the control plane at `url`, `wss://host:port` (`ws://` without TLS), closed at the end of the block.
+    `name` is what its certificate must be for, "" for the host of the URL.
 
     Raises LinkRefused when none comes about within `dial_s` seconds.
     """
-    link = await _dial(url, ssl_context, dial_s)
+    link = await _dial(url, ssl_context, dial_s, name)
     try:
         yield link
     finally:
         await link.aclose()
 
 
-async def _dial(url: str, context: ssl.SSLContext | None, dial_s: float) -> SocketLink:
+async def _dial(url: str, context: ssl.SSLContext | None, dial_s: float, name: str) -> SocketLink:
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "wss" else 80)
     peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -430,7 +433,7 @@ async def _dial(url: str, context: ssl.SSLContext | None, dial_s: float) -> Sock
             if parts.scheme == "wss":
                 stage = "TLS handshake"
                 secure = trio.SSLStream(
-                    tcp, context or ssl.create_default_context(), server_hostname=host, https_compatible=True
+                    tcp, context or ssl.create_default_context(), server_hostname=name or host, https_compatible=True
                 )
                 stream = secure
                 await secure.do_handshake()
