@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import ssl
+from collections.abc import Callable
 
 from ..nursery.sleeper import Sleeper, breathe
 from .line import READ_BYTES, Line, Poller
@@ -37,9 +39,65 @@ def client_context() -> ssl.SSLContext:
 
 
 def _environment_roots() -> str:
-    import os
-
     return os.environ.get("SSL_CERT_FILE", "")
+
+
+CONTROL_NAME = "control.appliance"
+"""The name that every control plane's certificate bears and every agent asks for (`server_hostname`), whatever address
+it dials: the root says which cluster this is, and a machine may change its address."""
+
+
+def link_server_context(certificate: str, key: str, root: str) -> ssl.SSLContext:
+    """For the port that agents call. A client may show no certificate (it is joining); one that is shown must be signed
+    by the cluster's root and be for clients. Reads the files anew at each call; raises OSError, ssl.SSLError.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificate, key)
+    context.verify_mode = ssl.CERT_OPTIONAL
+    context.load_verify_locations(root)
+    # A resumed session is not verified again, and a certificate may have ended. Links are few and long: no loss.
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
+    return context
+
+
+def link_client_context(certificate: str, key: str, root: str) -> ssl.SSLContext:
+    """For an agent that calls: trusts the cluster's root and no other. To be used with `CONTROL_NAME` as
+    `server_hostname`. Reads the files anew at each call; raises OSError, ssl.SSLError.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(root)
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+class FreshContext:
+    """A context made from files, and made again once one of them has changed: a certificate is renewed while it serves.
+
+    Looking costs three `stat`s. While the new files cannot be read, because they are being replaced, the old context
+    goes on.
+    """
+
+    def __init__(self, make: Callable[[str, str, str], ssl.SSLContext], *files: str) -> None:
+        """Raises OSError, ssl.SSLError."""
+        self._make = make
+        self._files = files
+        self._seen = self._look()
+        self._context = make(*files)
+
+    def get(self) -> ssl.SSLContext:
+        with contextlib.suppress(OSError, ssl.SSLError):
+            seen = self._look()
+            if seen != self._seen:
+                self._context = self._make(*self._files)
+                self._seen = seen
+        return self._context
+
+    def _look(self) -> list[tuple[int, int, int]]:
+        found = [os.stat(file) for file in self._files]
+        return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
 
 
 class TlsLine(Line):
