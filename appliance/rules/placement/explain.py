@@ -15,7 +15,6 @@ from appliance.rules.placement import fit
 from appliance.rules.placement.spots import Placement, Rejection, Spot
 from appliance.rules.placement.topology import Network
 
-
 FAILED_HERE = "is tried last, since the model failed here a moment ago"
 
 

@@ -20,8 +20,14 @@ import attrs
 from appliance.facts.catalog import Profile
 
 Row = tuple[bool, float, bool]
-"""What the nodes of a row have in common: whether some GPU of theirs is taken, how much room they have (free GPUs of
-the class; on CPUs minus the replicas per CPU there would be with one more), whether the disk is too full to fetch to."""
+"""What the nodes of a row have in common: whether some GPU of theirs is taken; how much room they have (free GPUs of
+the class; on CPUs minus the replicas per CPU that there would be with one more); whether the disk is too full to fetch
+anything to it."""
+
+Offer = tuple[int, int, float, int, list[str]]
+"""The best nodes of a shelf for one replica, in the order of ranks, with what they are judged by; less is better: how
+many of them are to be avoided, how many have GPUs taken, minus the slowest rate, how many nodes there are to choose
+from."""
 
 ANY = float("-inf")
 
@@ -31,11 +37,15 @@ class Shelf:
     """The nodes that may be combined, by what room they have."""
 
     rows: dict[Row, list[str]] = attrs.field(factory=dict)
+    offers: dict[tuple[int, float, bool], Offer | None] = attrs.field(factory=dict)
+    """What was found here since the last change, by number of nodes, room, and whether something must be fetched."""
 
     def add(self, row: Row, name: str) -> None:
+        self.offers.clear()
         insort(self.rows.setdefault(row, []), name)
 
     def drop(self, row: Row, name: str) -> None:
+        self.offers.clear()
         names = self.rows[row]
         del names[bisect_left(names, name)]
         if not names:
@@ -68,7 +78,11 @@ class Shelves:
         return list(self.gpus.items())
 
     def on(self, kind: str) -> Shelf:
-        return self.gpus.setdefault(kind, Shelf())
+        """The shelf of this class, made when it is the first."""
+        shelf = self.gpus.get(kind)
+        if shelf is None:
+            shelf = self.gpus[kind] = Shelf()
+        return shelf
 
 
 def least_of(profile: Profile) -> float:

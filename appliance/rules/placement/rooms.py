@@ -18,7 +18,7 @@ from appliance.facts.catalog import Model, Profile
 from appliance.facts.hardware import Gpu
 from appliance.rules.placement import fit
 from appliance.rules.placement.explain import rejections
-from appliance.rules.placement.packing import Row, Shelf, Shelves, fullest, least_of, willing
+from appliance.rules.placement.packing import Offer, Row, Shelf, Shelves, fullest, least_of, willing
 from appliance.rules.placement.spots import Placement, Rejection, Seat, Spot
 from appliance.rules.placement.topology import Network, networks_of
 
@@ -112,29 +112,35 @@ class Rooms:
     def _across(self, profile: Profile, avoid: Collection[str]) -> Placement | None:
         """The emptiest nodes of one fabric. Among fabrics where these are equally empty: the fastest, then the one with
         the fewest nodes to spare, so that larger replicas find room on the others."""
-        fetches, least, best = fit.is_fetched(profile), least_of(profile), None
+        best: tuple[Offer, Network, str] | None = None
         for network, shelves in self._fabrics.items():
             for kind, shelf in shelves.of(profile):
-                rows = shelf.fitting(least, fetches=fetches)
-                there = sum(len(shelf.rows[row]) for row in rows)
-                if there < profile.nodes:
-                    continue
-                names = willing(shelf.emptiest(rows), profile.nodes, avoid)
-                rooms = [self._rooms[name] for name in names]
-                cost = (
-                    sum(name in avoid for name in names),
-                    sum(bool(room.taken) for room in rooms),
-                    -min(room.networks[network] for room in rooms),
-                    there,
-                    network,
-                    kind,
-                )
-                if best is None or cost < best[0]:
-                    best = cost, names
+                offer = self._offer(profile, network, shelf, avoid)
+                if offer is not None and (best is None or (offer, network, kind) < best):
+                    best = offer, network, kind
         if best is None:
             return None
-        (*_, network, kind), names = best
-        return self._placement(profile, names, kind, network[0])
+        offer, network, kind = best
+        return self._placement(profile, offer[-1], kind, network[0])
+
+    def _offer(self, profile: Profile, network: Network, shelf: Shelf, avoid: Collection[str]) -> Offer | None:
+        """What one fabric has of one class. Remembered while nothing moves there: fabrics are many, and a replica
+        moves nodes of one."""
+        asked = (profile.nodes, least_of(profile), fit.is_fetched(profile))
+        if not avoid and asked in shelf.offers:
+            return shelf.offers[asked]
+        rows = shelf.fitting(asked[1], fetches=asked[2])
+        there = sum(len(shelf.rows[row]) for row in rows)
+        offer: Offer | None = None
+        if there >= profile.nodes:
+            names = willing(shelf.emptiest(rows), profile.nodes, avoid)
+            rooms = [self._rooms[name] for name in names]
+            avoided = sum(name in avoid for name in names)
+            used = sum(bool(room.taken) for room in rooms)
+            offer = (avoided, used, -min(room.networks[network] for room in rooms), there, names)
+        if not avoid:
+            shelf.offers[asked] = offer
+        return offer
 
     def _placement(self, profile: Profile, names: Iterable[str], kind: str, fabric: str = "") -> Placement:
         seats = []
@@ -156,14 +162,20 @@ class Rooms:
     def _shelve(self, room: Room) -> None:
         if room.spot.why_not:
             return
-        name, used, cramped = room.spot.name, bool(room.taken), room.cramped
+        used, cramped = bool(room.taken), room.cramped
         load = (room.cpu_replicas + 1) / max(1, room.spot.inventory.cpus.count)
-        all_shelves = [self._everywhere, *(self._fabrics.setdefault(each, Shelves()) for each in room.networks)]
-        for shelves in all_shelves:
+        for shelves in (self._everywhere, *map(self._on, room.networks)):
             room.places.append((shelves.cpus, (False, -load, cramped)))
-            room.places += [(shelves.on(kind), (used, len(gpus), cramped)) for kind, gpus in room.free.items()]
+            for kind, gpus in room.free.items():
+                room.places.append((shelves.on(kind), (used, len(gpus), cramped)))
         for shelf, row in room.places:
-            shelf.add(row, name)
+            shelf.add(row, room.spot.name)
+
+    def _on(self, network: Network) -> Shelves:
+        shelves = self._fabrics.get(network)
+        if shelves is None:
+            shelves = self._fabrics[network] = Shelves()
+        return shelves
 
     def _unshelve(self, room: Room) -> None:
         for shelf, row in room.places:
