@@ -84,7 +84,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, 
         at = ["groups", name]
         yield _kind(old.get(name), new.get(name)), [{"at": at, "value": new[name]} if name in new else {"at": at}]
     own_old, own_new = before["appliance"], now["appliance"]
-    for part in ("shards", "waiting", "inventory"):
+    for part in ("shards", "waiting", "control", "inventory"):
         if _lasting(own_old[part]) != _lasting(own_new[part]):
             yield f"appliance_{part}", [{"at": ["appliance", part], "value": own_new[part]}]
     if before["addrs"] != now["addrs"]:

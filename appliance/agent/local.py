@@ -5,13 +5,14 @@ The decisions are `rules/fleet/alone.py`; here they are carried out, and told wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import NoReturn, Protocol
 
 import structlog
 import trio
 
+from appliance.agent.changes import Changes
 from appliance.agent.machine import Machine
 from appliance.facts.catalog import Model
 from appliance.facts.replica import Shard
@@ -52,7 +53,7 @@ class Local:
         self._rng = rng
         self._now = now
         self._told: dict[str, str] = {}
-        self._states: dict[str, tuple[str, float]] = {}
+        self._changes = Changes("local")
 
     def configure(self, models: Iterable[Model], address: str = "") -> None:
         """Keep these models from now on."""
@@ -69,7 +70,7 @@ class Local:
     def step(self) -> float:
         """One decision, carried out; when to look again at the latest."""
         reports = self._shards.reports()
-        self._tell_reports(reports)
+        self._changes.tell(reports)
         decision = self.alone.decide(reports, self._machine.inventory, self._now(), self._rng)
         for stop in decision.stops:
             log.info("stopping", shard=stop.shard_id, reason=stop.reason)
@@ -92,17 +93,3 @@ class Local:
         if waiting != self.waiting:
             self.waiting = waiting
             self.changed.tell()
-
-    def _tell_reports(self, reports: Mapping[str, Report]) -> None:
-        """One line per change of a shard's state."""
-        for shard_id, report in reports.items():
-            if self._states.get(shard_id) == (report.state, report.since):
-                continue
-            known = {"pid": report.pid or None, "url": report.url or None, "exit": report.exit or None}
-            known |= {"reason": report.reason or None, "adopted": report.adopted or None}
-            told = {name: value for name, value in known.items() if value is not None}
-            if report.state == "failed":
-                log.error("shard failed", shard=shard_id, **told, last_line=report.tail[-1] if report.tail else "")
-            else:
-                log.info(f"shard is {report.state}", shard=shard_id, **told)
-        self._states = {shard_id: (report.state, report.since) for shard_id, report in reports.items()}

@@ -62,11 +62,12 @@ def last_output(log: str) -> float:
         return 0.0
 
 
-def tail(log: str, n: int, secrets: Iterable[str] = ()) -> list[str]:
-    """The last `n` lines, at most 64 KiB of them, with `secrets` taken out. Never raises for what the file is like."""
+def tail(log: str, n: int, secrets: Iterable[str] = (), *, end: int | None = None) -> list[str]:
+    """The last `n` lines, at most 64 KiB of them, with `secrets` taken out; those before the byte `end`, where it is
+    given. Never raises for what the file is like."""
     hidden = [secret for secret in secrets if secret]
     margin = max((len(secret.encode()) for secret in hidden), default=0)
-    content, whole = _end_of(log, _TAIL_BYTES + margin)
+    content, whole = _end_of(log, _TAIL_BYTES + margin, end)
     if not whole or len(content) < _TAIL_BYTES:
         before, _ = _end_of(f"{log}.1", _TAIL_BYTES + margin - len(content)) if whole else (b"", True)
         # The older file may end in the middle of a line.
@@ -78,8 +79,13 @@ def tail(log: str, n: int, secrets: Iterable[str] = ()) -> list[str]:
     if not whole:
         # The first line began before this, and might with the second half of a key.
         text = text.partition("\n")[2] or text[margin:]
-    lines = [_ESCAPES.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text)]
-    return [line for line in lines if line][-n:] if n > 0 else []
+    return lines_of(text)[-n:] if n > 0 else []
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text that are not empty, without what colours them."""
+    lines = (_ESCAPES.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text))
+    return [line for line in lines if line]
 
 
 def secrets_of(environment: Iterable[tuple[str, str]]) -> set[str]:
@@ -106,13 +112,13 @@ def _size(log: str) -> int:
         return 0
 
 
-def _end_of(path: str, most: int) -> tuple[bytes, bool]:
-    """The last `most` bytes of a file, and whether that is all of it."""
+def _end_of(path: str, most: int, end: int | None = None) -> tuple[bytes, bool]:
+    """The last `most` bytes of a file, or of what stands before the byte `end`, and whether that is all of it."""
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size if end is None else end
             file.seek(max(0, size - most))
-            return file.read(most), size <= most
+            return file.read(min(most, size)), size <= most
     except OSError:
         return b"", True
 

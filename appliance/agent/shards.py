@@ -19,6 +19,7 @@ import trio
 from appliance.agent import logs, procfs, records
 from appliance.agent.adopting import Found, Sorted, sort_out
 from appliance.agent.discovery.reading import Ours
+from appliance.agent.following import Following
 from appliance.agent.records import Record
 from appliance.agent.scopes import find_scope
 from appliance.agent.shard import Node, ShardTree
@@ -168,6 +169,11 @@ class Shards:
         """The last `n` lines of a shard's output, without keys. Raises KeyError for an unknown shard."""
         tree = self._trees[shard_id]
         return await trio.to_thread.run_sync(logs.tail, tree.log, n, tree.secrets)
+
+    def follow_log(self, shard_id: str) -> Following:
+        """The later lines of a shard's output, without keys; its methods block. Raises KeyError for an unknown one."""
+        tree = self._trees[shard_id]
+        return Following(tree.log, lambda: tree.secrets)
 
     def ours(self) -> Ours:
         """What discovery must not hold against a GPU: processes with our marker, and GPUs of shards that run."""

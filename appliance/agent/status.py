@@ -54,14 +54,27 @@ class Identity:
 
 
 @attrs.frozen
+class Control:
+    """How things stand with the control plane at `url`. `since` is in seconds since 1970, `reason` says why it is not
+    `connected`."""
+
+    url: str
+    connected: bool
+    since: float
+    reason: str = ""
+
+
+@attrs.frozen
 class Seen:
-    """Everything the document is made of, at one moment. `failures` counts by model since the start."""
+    """Everything the document is made of, at one moment. `failures` counts by model since the start, `control` is None
+    in local mode."""
 
     identity: Identity
     inventory: Inventory
     reports: Mapping[str, Report]
     waiting: tuple[Waiting, ...] = ()
     failures: Mapping[str, int] = attrs.field(factory=dict)
+    control: Control | None = None
 
 
 def document(seen: Seen) -> dict[str, Any]:
@@ -87,6 +100,7 @@ def document(seen: Seen) -> dict[str, Any]:
             "shards": {shard_id: _shard(report) for shard_id, report in seen.reports.items()},
             "waiting": {each.replica: _waiting(each) for each in seen.waiting},
             "failures": dict(seen.failures),
+            "control": attrs.asdict(seen.control) if seen.control is not None else None,
         },
     }
 
