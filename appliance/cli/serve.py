@@ -191,8 +191,10 @@ class Router:
         return any(not _names_known(member) and member.up for member in self.gateway.table.members.values())
 
     def _serves_something(self) -> bool:
-        """Whether there is an endpoint that requests can be sent to, and a name to ask for it."""
-        return any(_names_known(member) and member.up for member in self.gateway.table.members.values())
+        """Whether there is an endpoint that requests can be sent to, and a name to ask for it; or a model that a request
+        would have started."""
+        table = self.gateway.table
+        return bool(table.waking) or any(_names_known(member) and member.up for member in table.members.values())
 
     async def _serve(self, ground: trio.Nursery) -> None:
         await self.operations.start(ground)
