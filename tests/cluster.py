@@ -235,8 +235,10 @@ class Cluster:
         return json.loads(await self.control.run("ctl", *words, "--json"))
 
     async def ask(self, path: str) -> Any:
-        """A document of the management API: what `ctl` asks, without the price of a process."""
-        return await trio.to_thread.run_sync(_get, self.control.folder / "appliance-run" / "admin.sock", path)
+        """A document of the management API: what `ctl` asks, without the price of a process. Of `/nodes` and the like
+        the list itself."""
+        found = await trio.to_thread.run_sync(_get, self.control.folder / "appliance-run" / "admin.sock", path)
+        return found.get(path[1:], found)
 
     async def replicas(self, model: str = "", state: str = "") -> list[dict[str, Any]]:
         """Replicas that exist now."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import hypercorn.config
 import hypercorn.trio
-import msgspec
 import structlog
 import trio
 from quart import Response
@@ -22,12 +21,12 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 from werkzeug.routing import BaseConverter
 
-from ..gateway.errors import error_body
-from . import documents, memory, tasks
+from ..facts.errors import Refusal
+from . import control, documents, memory, tasks
+from .answers import caller, json, number, refused
 from .running import Running
 
 MOST_REQUESTS = 4000
-CALLER = "x-appliance-caller"
 
 log = structlog.get_logger("admin")
 
@@ -62,6 +61,7 @@ def make(running: Running) -> QuartTrio:
     app.url_map.strict_slashes = False
     _reads(app, running)
     _actions(app, running)
+    control.add(app, running)
     _debugging(app)
     _errors(app)
     return app
@@ -72,42 +72,42 @@ def _reads(app: QuartTrio, running: Running) -> None:
 
     @app.get("/status")
     async def status() -> Response:
-        return _json(documents.status(running, time.monotonic()))
+        return json(documents.status(running, time.monotonic()))
 
     @app.get("/endpoints")
     async def endpoints() -> Response:
-        return _json({"endpoints": documents.endpoints(gateway, time.monotonic())})
+        return json({"endpoints": documents.endpoints(gateway, time.monotonic())})
 
     @app.get("/models")
     async def models() -> Response:
-        return _json({"models": documents.models(gateway, time.monotonic())})
+        return json({"models": documents.models(gateway, time.monotonic(), running.plane())})
 
     @app.get("/models/<any_text:name>")
     async def model(name: str) -> Response:
-        document = documents.model(gateway, name, time.monotonic())
+        document = documents.model(gateway, name, time.monotonic(), running.plane())
         if document is None:
-            return _refused(404, "model_not_found", gateway.table.unknown(name).message)
-        return _json(document)
+            return refused(404, "model_not_found", gateway.table.unknown(name).message)
+        return json(document)
 
     @app.get("/bands")
     async def bands() -> Response:
-        return _json({"bands": documents.bands(gateway, time.monotonic())})
+        return json({"bands": documents.bands(gateway, time.monotonic())})
 
     @app.get("/requests")
     async def requests() -> Response:
-        limit = asked.args.get("limit", "20")
-        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= MOST_REQUESTS:
-            return _refused(400, "bad_limit", f"limit: expected 1 to {MOST_REQUESTS}")
-        return _json({"requests": documents.requests(gateway, int(limit), time.monotonic())})
+        limit = number("limit", 1, MOST_REQUESTS, 20)
+        if limit is None:
+            return refused(400, "bad_limit", f"limit: expected 1 to {MOST_REQUESTS}")
+        return json({"requests": documents.requests(gateway, limit, time.monotonic())})
 
     @app.get("/requests/<any_text:request_id>")
     async def request(request_id: str) -> Response:
         document = documents.request(gateway, request_id, time.monotonic())
-        return _unknown_request(request_id) if document is None else _json(document)
+        return _unknown_request(request_id) if document is None else json(document)
 
     @app.get("/config")
     async def config() -> Response:
-        return _json(running.configuration())
+        return json(running.configuration())
 
 
 def _actions(app: QuartTrio, running: Running) -> None:
@@ -117,17 +117,17 @@ def _actions(app: QuartTrio, running: Running) -> None:
         if record is None:
             return _unknown_request(request_id)
         if not record.cancel():
-            return _refused(409, "request_over", f"request {request_id} is over: {record.outcome}")
-        log.info("request cancelled", request_id=request_id, by_uid=_caller())
-        return _json({"id": request_id, "cancelled": True})
+            return refused(409, "request_over", f"request {request_id} is over: {record.outcome}")
+        log.info("request cancelled", request_id=request_id, by_uid=caller())
+        return json({"id": request_id, "cancelled": True})
 
     @app.post("/reload")
     async def reload() -> Response:
-        log.info("reload asked for", by_uid=_caller())
+        log.info("reload asked for", by_uid=caller())
         why_not = running.reload()
         if why_not:
-            return _json({"taken": False, "faults": why_not.splitlines(), "needs_restart": []}, 409)
-        return _json({"taken": True, "faults": [], "needs_restart": running.configuration()["needs_restart"]})
+            return json({"taken": False, "faults": why_not.splitlines(), "needs_restart": []}, 409)
+        return json({"taken": True, "faults": [], "needs_restart": running.configuration()["needs_restart"]})
 
 
 def _debugging(app: QuartTrio) -> None:
@@ -136,56 +136,47 @@ def _debugging(app: QuartTrio) -> None:
         tree = tasks.tree()
         if asked.args.get("format") == "text":
             return Response("\n".join(tasks.lines(tree)) + "\n", content_type="text/plain; charset=utf-8")
-        return _json(tree)
+        return json(tree)
 
     @app.get("/debug/memory")
     async def debug_memory() -> Response:
         top = asked.args.get("top", "0")
         if not top.isascii() or not top.isdigit():
-            return _refused(400, "bad_top", "top: expected a number of rows")
-        return _json(memory.document(int(top)))
+            return refused(400, "bad_top", "top: expected a number of rows")
+        return json(memory.document(int(top)))
 
     @app.post("/debug/memory/<switch>")
     async def debug_tracing(switch: str) -> Response:
         if switch not in ("trace", "untrace"):
-            return _refused(404, "not_found", "expected /debug/memory/trace or /debug/memory/untrace")
-        log.info("tracing of allocations switched", on=switch == "trace", by_uid=_caller())
+            return refused(404, "not_found", "expected /debug/memory/trace or /debug/memory/untrace")
+        log.info("tracing of allocations switched", on=switch == "trace", by_uid=caller())
         memory.trace(switch == "trace")
-        return _json({"tracing": switch == "trace"})
+        return json({"tracing": switch == "trace"})
 
 
 def _errors(app: QuartTrio) -> None:
     @app.errorhandler(HTTPException)
-    async def refused(error: HTTPException) -> Response:
+    async def not_served(error: HTTPException) -> Response:
         status = error.code or 500
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
-        answer = _refused(status, code, f"{asked.path}: {error.name.lower()}")
+        answer = refused(status, code, f"{asked.path}: {error.name.lower()}")
         for name, value in error.get_headers():
             if name.lower() == "allow":
                 answer.headers["allow"] = value
         return answer
 
+    @app.errorhandler(Refusal)
+    async def no(refusal: Refusal) -> Response:
+        return refused(refusal.status, refusal.code, refusal.message)
+
     @app.errorhandler(Exception)
     async def failed(error: Exception) -> Response:
         log.error("management API failed", path=asked.path, exc_info=error)
-        return _refused(500, "internal_error", "the router failed; its log says where")
-
-
-def _caller() -> int:
-    """The uid of whoever connected to the admin socket."""
-    return int(asked.headers.get(CALLER, "-1"))
+        return refused(500, "internal_error", "the router failed; its log says where")
 
 
 def _unknown_request(request_id: str) -> Response:
     told = (
         f"no request {request_id[:100]} is known: it was refused before it had a model, or is older than the last 4000"
     )
-    return _refused(404, "request_not_found", told)
-
-
-def _json(document: dict[str, Any], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(document), status, content_type="application/json")
-
-
-def _refused(status: int, code: str, message: str) -> Response:
-    return Response(error_body(status, code, message), status, content_type="application/json")
+    return refused(404, "request_not_found", told)

@@ -11,7 +11,7 @@ import math
 import os
 import resource
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..facts.choice import SCORERS, Attempt, Choice
@@ -26,9 +26,13 @@ from ..rules.scheduling.member import Member
 from ..rules.scheduling.pipeline import not_ready
 from ..rules.scheduling.retry import Retry, Step
 from ..rules.scheduling.table import Entry
+from . import fleet, placing
 from .memory import resident
 from .running import Running
 from .telling import became, followed, happened, prospect, state, troubles, waited
+
+if TYPE_CHECKING:
+    from ..control.plane import Plane
 
 Document = dict[str, Any]
 WORDS_BYTES = 200
@@ -44,7 +48,7 @@ def status(running: Running, now: float) -> Document:
     for model in gateway.meters.models.values():
         for (_, code), count in model.requests.items():
             by_code[str(code)] = by_code.get(str(code), 0) + count
-    configuration = running.configuration()
+    configuration, plane = running.configuration(), running.plane()
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -68,7 +72,11 @@ def status(running: Running, now: float) -> Document:
             "ready": sum(any(member.up for member in entry.members) for entry in entries),
         },
         "waiting": {band.name: band.waiting for band in gateway.gate.rules.bands(now)},
-        "troubles": [told for member in members for told in troubles(gateway, member, now)],
+        "fleet": None if plane is None else fleet.summary(plane, now),
+        "troubles": [
+            *(told for member in members for told in troubles(gateway, member, now)),
+            *(fleet.troubles(plane, now) if plane is not None else ()),
+        ],
     }
 
 
@@ -121,12 +129,12 @@ def _endpoint(gateway: Gateway, member: Member, models: list[str], now: float) -
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def models(gateway: Gateway, now: float) -> list[Document]:
+def models(gateway: Gateway, now: float, plane: Plane | None = None) -> list[Document]:
     """`/models`."""
-    return [_model(gateway, entry, now) for _, entry in sorted(gateway.table.entries.items())]
+    return [_model(gateway, entry, now, plane) for _, entry in sorted(gateway.table.entries.items())]
 
 
-def _model(gateway: Gateway, entry: Entry, now: float) -> Document:
+def _model(gateway: Gateway, entry: Entry, now: float, plane: Plane | None) -> Document:
     lane = gateway.gate.rules.lanes.get(entry.name)
     fullness = {pool.name: pool.saturation for pool in lane.pools} if lane is not None else {}
     up = [member for member in entry.members if not gate(member, now)]
@@ -152,22 +160,23 @@ def _model(gateway: Gateway, entry: Entry, now: float) -> Document:
             for pool in entry.pools
         ],
         "prefixes": {"nodes": len(entry.tree), "bytes": entry.tree.size_bytes},
+        "replicas": None if plane is None else placing.of_model(plane, entry.name, now),
     }
 
 
-def model(gateway: Gateway, name: str, now: float) -> Document | None:
+def model(gateway: Gateway, name: str, now: float, plane: Plane | None = None) -> Document | None:
     """`/models/{name}`: a name or an alias, and what a request for it would meet now; None for an unknown name."""
     entry = gateway.table.find(name)
     if entry is None:
         return None
     return {
-        **_model(gateway, entry, now),
+        **_model(gateway, entry, now, plane),
         "asked_for": name,
         "members": [
             {**_endpoint(gateway, member, [entry.name], now), "known_as": entry.upstream_name(member)}
             for member in entry.members
         ],
-        "chain": [_model(gateway, other, now) for other in gateway.table.chain(entry)],
+        "chain": [_model(gateway, other, now, plane) for other in gateway.table.chain(entry)],
         "outlook": [_outlook(each) for each in outlook(gateway.gate.rules, entry.name)],
     }
 

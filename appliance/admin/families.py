@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -18,21 +19,32 @@ from .. import __version__
 from ..gateway.meters import Histogram, Meters, ModelMeters
 from ..gateway.service import Gateway
 from ..wire import exposition
+from . import fleet
+
+if TYPE_CHECKING:
+    from ..control.plane import Plane
 
 BREAKER_STATES = {"closed": 0, "half-open": 1, "open": 2}
 
 
-def renderer(gateway: Gateway) -> Callable[[str], tuple[bytes, str]]:
+def renderer(gateway: Gateway, plane: Callable[[], Plane | None]) -> Callable[[str], tuple[bytes, str]]:
     """A function from an Accept field to the document and its content type."""
-    return exposition.renderer(Families(gateway))
+    return exposition.renderer(Families(gateway, plane=plane))
 
 
 class Families(Collector):
-    """All families of the road; `now` is `time.monotonic`, replaced in tests."""
+    """All families of the road, and those of the fleet where a control plane is there; `now` is `time.monotonic`,
+    replaced in tests."""
 
-    def __init__(self, gateway: Gateway, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        now: Callable[[], float] = time.monotonic,
+        plane: Callable[[], Plane | None] = lambda: None,
+    ) -> None:
         self._gateway = gateway
         self._now = now
+        self._plane = plane
 
     def describe(self) -> list[Metric]:
         """Nothing beforehand: registering would otherwise collect once."""
@@ -49,6 +61,9 @@ class Families(Collector):
         yield from _of_decisions(gateway.meters)
         yield from _of_endpoints(gateway, self._now())
         yield self._pools()
+        plane = self._plane()
+        if plane is not None:
+            yield from _of_fleet(plane)
 
     def _pools(self) -> Metric:
         family = GaugeMetricFamily(
@@ -63,6 +78,18 @@ class Families(Collector):
         for names, value in fullest.items():
             family.add_metric(names, value)
         return family
+
+
+def _of_fleet(plane: Plane) -> Iterator[Metric]:
+    nodes = GaugeMetricFamily("appliance_nodes", "Nodes by state.", labels=["state"])
+    for state, count in fleet.node_states(plane.world).items():
+        nodes.add_metric([state], count)
+    yield nodes
+    replicas = GaugeMetricFamily("appliance_replicas", "Replicas by state.", labels=["model", "state"])
+    for model, states in fleet.replica_states(plane).items():
+        for state, count in states.items():
+            replicas.add_metric([model, state], count)
+    yield replicas
 
 
 def _build() -> Metric:

@@ -8,7 +8,7 @@ not carry it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -17,6 +17,9 @@ from ..facts.call import Fields
 from ..facts.errors import Refusal
 from ..gateway.service import Gateway
 from ..wire.head import RequestHead
+
+if TYPE_CHECKING:
+    from ..control.plane import Plane
 
 _PATHS = (b"/metrics", b"/healthz", b"/readyz")
 _NO_STORE: Fields = [(b"cache-control", b"no-store")]
@@ -73,15 +76,16 @@ class MetricsSite:
 
 
 class Scrapes:
-    """The renderer of a gateway's metrics, made by the first scrape."""
+    """The renderer of the metrics of a gateway and, where there is one, a control plane; made by the first scrape."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, plane: Callable[[], Plane | None] = lambda: None) -> None:
         self._gateway = gateway
+        self._plane = plane
         self._render: Callable[[str], tuple[bytes, str]] | None = None
 
     def __call__(self, accept: str) -> tuple[bytes, str]:
         if self._render is None:
             from .families import renderer
 
-            self._render = renderer(self._gateway)
+            self._render = renderer(self._gateway, self._plane)
         return self._render(accept)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from ..gateway.service import Gateway
+
+if TYPE_CHECKING:
+    from ..control.plane import Plane
 
 
 @attrs.frozen
 class Running:
     """Made by the composition root, which alone knows all parts. `started_at` is wall-clock time in seconds.
 
-    `listen` are the door's addresses as URLs, `loopback` tells
-    whether nobody outside this machine reaches them, `keys` whether the door asks for keys.
-    `configuration` gives the document of `/config`. `reload` takes the configuration as it is now and answers with ""
-    or with why not. `not_ready` says why a load balancer should send nothing here, "" when it should.
+    `listen` are the door's addresses as URLs, `loopback` tells whether nobody outside this machine reaches them, `keys`
+    whether the door asks for keys. `configuration` gives the document of `/config`. `reload` takes the configuration as
+    it is now and answers with "" or with why not. `plane` gives the control plane, None while no model has a profile.
     """
 
     gateway: Gateway
@@ -31,3 +33,4 @@ class Running:
     draining: Callable[[], bool]
     configuration: Callable[[], dict[str, Any]]
     reload: Callable[[], str]
+    plane: Callable[[], Plane | None] = lambda: None

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -61,9 +61,7 @@ def reads(command: Command) -> Command:
 def ask(*path: str, method: str = "GET", **query: str | int) -> Any:
     """The router's answer to a path of the management API, given as segments. Raises Refused, or a ClickException when
     no router can be reached."""
-    target = "/" + "/".join(quote(segment, safe="") for segment in path)
-    if query:
-        target += "?" + urlencode(query)
+    target = _target(path, query)
     connection = _connection()
     try:
         with _patience():
@@ -71,17 +69,57 @@ def ask(*path: str, method: str = "GET", **query: str | int) -> Any:
             answer = connection.getresponse()
             body = answer.read()
     except (OSError, http.client.HTTPException) as error:
-        reason = str(error) or type(error).__name__
-        raise click.ClickException(f"{connection.path} gave no answer: {reason}; look at the router's log") from None
+        raise _silent(connection, error) from None
     finally:
         connection.close()
-    try:
-        document = json.loads(body)
-    except ValueError:
-        raise click.ClickException(f"{connection.path} is no admin socket of 'appliance serve'") from None
+    document = _document(connection, body)
     if answer.status >= 400:
         raise Refused(answer.status, document)
     return document
+
+
+def stream(*path: str, **query: str | int) -> Iterator[Any]:
+    """The documents of an answer that holds one a line, each as it comes, however long that takes. Ends where the
+    answer does, or breaks off. Raises as `ask` does."""
+    connection = _connection()
+    sock = connection.sock
+    try:
+        try:
+            with _patience():
+                connection.request("GET", _target(path, query), headers={"accept": "application/x-ndjson"})
+                answer = connection.getresponse()
+            if answer.status >= 400:
+                raise Refused(answer.status, _document(connection, answer.read()))
+        except (OSError, http.client.HTTPException) as error:
+            raise _silent(connection, error) from None
+        sock.settimeout(None)
+        while True:
+            try:
+                line = answer.readline()
+            except (OSError, http.client.HTTPException):
+                return
+            if not line.endswith(b"\n"):
+                return
+            yield _document(connection, line)
+    finally:
+        connection.close()
+
+
+def _target(path: Iterable[str], query: Mapping[str, str | int]) -> str:
+    target = "/" + "/".join(quote(segment, safe="") for segment in path)
+    return f"{target}?{urlencode(query)}" if query else target
+
+
+def _document(connection: _UnixConnection, body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        raise click.ClickException(f"{connection.path} is no admin socket of 'appliance serve'") from None
+
+
+def _silent(connection: _UnixConnection, error: Exception) -> click.ClickException:
+    reason = str(error) or type(error).__name__
+    return click.ClickException(f"{connection.path} gave no answer: {reason}; look at the router's log")
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -55,7 +55,9 @@ def _findings() -> Iterator[Finding]:
         if status["needs_restart"]:
             yield Finding("restart", "warning", f"only a restart takes over: {', '.join(status['needs_restart'])}")
         yield from _door(status)
-        yield from _endpoints()
+        yield from _endpoints(placed=status["fleet"] is not None)
+        if status["fleet"] is not None:
+            yield from _nodes()
         yield from _models()
 
 
@@ -89,9 +91,12 @@ def _door(status: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("open files", "ok", f"at most {limit:,}")
 
 
-def _endpoints() -> Iterator[Finding]:
+def _endpoints(*, placed: bool) -> Iterator[Finding]:
+    """`placed`: the router has replicas started, so that it needs no endpoint of its own before one serves."""
     found = ask("endpoints")["endpoints"]
-    if not found:
+    if not found and placed:
+        yield Finding("endpoints", "ok", "none now: no replica serves")
+    elif not found:
         yield Finding("endpoints", "failed", "none: add [[endpoints]] to the configuration")
     for entry in found:
         if entry["why"]:
@@ -104,10 +109,39 @@ def _endpoints() -> Iterator[Finding]:
         yield Finding("endpoints", "ok", f"{counted(len(found), 'endpoint')}, all ready")
 
 
+def _nodes() -> Iterator[Finding]:
+    document = ask("nodes")
+    found = document["nodes"]
+    if not found:
+        yield Finding("nodes", "failed", "none: 'ctl node add NAME' says how one joins")
+    for node in found:
+        verdict = "failed" if node["state"] == "lost" else "warning"
+        gone = "; if it is gone for good: ctl node revoke" if node["state"] == "lost" else ""
+        for trouble in node["troubles"]:
+            yield Finding("node", verdict, f"{node['name']}: {trouble}{gone}")
+        for gpu in node["not_free"]:
+            if gpu["replica"] is None:
+                yield Finding("gpu", "warning", f"{node['name']}: {gpu['why']}")
+        if node["draining"]:
+            yield Finding("node", "warning", f"{node['name']} is drained (ctl uncordon ends it)")
+        elif node["cordoned"]:
+            yield Finding("node", "warning", f"{node['name']} is cordoned, by {node['cordoned_by'] or 'somebody'}")
+    if found and all(node["state"] == "ready" and not node["cordoned"] and not node["troubles"] for node in found):
+        yield Finding("nodes", "ok", f"{counted(len(found), 'node')}, all ready")
+
+
 def _models() -> Iterator[Finding]:
     found = ask("models")["models"]
+    fine = True
     for entry in found:
-        if not entry["ready"]:
+        placed = entry["replicas"] or {"at_zero": False, "why": ""}
+        if placed["why"]:
+            fine = False
+            yield Finding("model", "warning" if entry["ready"] else "failed", f"{entry['name']}: {placed['why']}")
+        elif not entry["ready"] and not placed["at_zero"]:
+            fine = False
             yield Finding("model", "failed", entry["why"])
-    if found and all(entry["ready"] for entry in found):
-        yield Finding("models", "ok", f"{counted(len(found), 'model')}, all ready")
+    if found and fine:
+        at_zero = sum(not entry["ready"] for entry in found)
+        told = f"{at_zero} at zero, the others ready" if at_zero else "all ready"
+        yield Finding("models", "ok", f"{counted(len(found), 'model')}, {told}")

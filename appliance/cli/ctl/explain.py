@@ -1,9 +1,11 @@
-"""`appliance ctl explain`: one request's story, or what a request for a model would meet now."""
+"""`appliance ctl explain`: one request's story, what a request for a model would meet now, why a model runs where it
+does."""
 
 from __future__ import annotations
 
 import click
 
+from . import placement as placements
 from . import story
 from .asking import ask, reads
 from .screen import print_json
@@ -11,7 +13,7 @@ from .screen import print_json
 
 @click.group()
 def explain() -> None:
-    """Why a request went as it did; what a request for a model would meet now."""
+    """Why a request went as it did; what a request for a model would meet now; why a model runs where it does."""
 
 
 @explain.command(short_help="Tell the story of one request.")
@@ -39,3 +41,18 @@ def model(name: str, as_json: bool) -> None:
         print_json(document)
     else:
         story.tell_model(document)
+
+
+@explain.command(short_help="Say where a model runs, and why nowhere else.")
+@click.argument("name", metavar="MODEL")
+@reads
+def placement(name: str, as_json: bool) -> None:
+    """Say how many replicas of MODEL are wanted and where they run, and for each profile what speaks against each node.
+
+    A profile that fits somewhere now names the node it would be started on. Nothing is changed by asking.
+    """
+    document = ask("placement", name)
+    if as_json:
+        print_json(document)
+    else:
+        placements.tell_placement(document)

@@ -25,8 +25,10 @@ SHORTEST = 16
 STYLES = {
     "ready": "green", "serving": "green", "ok": "green", "running": "cyan",
     "probing": "yellow", "draining": "yellow", "loading": "yellow", "warning": "yellow", "client left": "yellow",
-    "cancelled": "yellow", "refused": "yellow",
+    "cancelled": "yellow", "refused": "yellow", "fetching": "yellow", "starting": "yellow", "stopping": "yellow",
+    "expected": "yellow", "ready, cordoned": "yellow", "ready, draining": "yellow", "at zero": "cyan",
     "stopped": "red", "unreachable": "red", "silent": "red", "failed": "red", "cut": "red", "not ready": "red",
+    "lost": "red", "missing": "red",
 }  # fmt: skip
 """Words that have a colour wherever they stand alone in a cell."""
 
@@ -153,6 +155,11 @@ def ago(moment: float) -> str:
 
 def size(value: int | None) -> str:
     return "" if value is None else f"{value / 1048576:.0f} MiB"
+
+
+def gibibytes(value: int) -> str:
+    """A number of GiB, without its unit: 7.6, 251."""
+    return f"{value / 1073741824:.1f}" if value < 10 << 30 else f"{value / 1073741824:.0f}"
 
 
 def share(value: float | None) -> str:

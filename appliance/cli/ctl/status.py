@@ -22,6 +22,7 @@ def status(as_json: bool) -> None:
     up = whole_seconds(document["uptime_s"])
     head = (f"appliance {document['version']}  ", styled(document["state"]), f"  up {up}  pid {document['pid']}")
     console().print(Text.assemble(*head))
+    fleet = document["fleet"]
     print_pairs(
         [
             ("door", ", ".join(document["listen"]) + ("" if document["keys"] else "  (no keys)")),
@@ -30,6 +31,7 @@ def status(as_json: bool) -> None:
             ("memory", size(document["rss_bytes"])),
             ("endpoints", f"{document['endpoints']['up']} of {document['endpoints']['known']} up"),
             ("models", f"{document['models']['ready']} of {document['models']['known']} ready"),
+            *([] if fleet is None else [("nodes", nodes_line(fleet)), ("replicas", states_line(fleet["replicas"]))]),
             ("requests", requests_line(document["requests"])),
             ("waiting", waiting_line(document["waiting"])),
             ("clients", counted(document["connections"], "connection")),
@@ -41,6 +43,21 @@ def status(as_json: bool) -> None:
     if troubles:
         console().print()
         print_lines([Text(trouble, style="yellow") for trouble in troubles])
+
+
+def nodes_line(fleet: dict[str, Any]) -> str:
+    """Nodes by state, and what an operator has said about them."""
+    told = [states_line(fleet["nodes"])]
+    told += [f"{word}: {', '.join(fleet[word])}" for word in ("cordoned", "draining") if fleet[word]]
+    if fleet["settling_s"] is not None:
+        told.append(
+            f"nothing is started or stopped yet, for {whole_seconds(fleet['settling_s'])} or until all have called"
+        )
+    return "; ".join(told)
+
+
+def states_line(states: dict[str, int]) -> str:
+    return ", ".join(f"{number:,} {state}" for state, number in states.items() if number) or "none"
 
 
 def waiting_line(bands: dict[str, int]) -> str:

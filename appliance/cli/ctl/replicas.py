@@ -1,0 +1,93 @@
+"""`appliance ctl replicas`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from rich.text import Text
+
+from .asking import ask, reads
+from .screen import Column, ago, console, print_json, print_lines, print_table, whole_seconds
+
+COLUMNS = (
+    Column("REPLICA", long=True),
+    Column("STATE"),
+    Column("SINCE", right=True),
+    Column("NODES", long=True),
+    Column("GPUS", long=True, spare=1),
+    Column("PROFILE", long=True, spare=2),
+    Column("ENGINE", spare=3),
+    Column("FABRIC", spare=4),
+    Column("URL", spare=5),
+)
+FAILURES = 3
+LOG_LINES = 5
+"""Of a shard that failed, so many of the last lines it wrote are shown; `ctl logs` has more."""
+
+
+@click.command()
+@reads
+def replicas(as_json: bool) -> None:
+    """Running instances of models: where, in which state, what failed on which node, and which ones are missing.
+
+    A replica is ready when its leader serves. Parts on several nodes are listed below the table where they are not all
+    ready. --json holds every part with its process, its port and its log's last lines.
+    """
+    document = ask("replicas")
+    if as_json:
+        print_json(document)
+        return
+    found, missing = document["replicas"], document["missing"]
+    if not found and not missing:
+        console().print("no replicas, and none is wanted")
+    if found:
+        print_table(COLUMNS, [_row(replica) for replica in found])
+    told = [line for replica in found for line in _troubles(replica)]
+    for blocks in (told, list(_missing(missing))):
+        if blocks:
+            console().print()
+            print_lines(blocks)
+
+
+def _row(replica: dict[str, Any]) -> tuple[str, ...]:
+    gpus = [gpu for shard in replica["shards"] for gpu in shard["gpus"]]
+    return (
+        replica["id"],
+        replica["state"],
+        ago(replica["since"]) if replica["since"] is not None else "",
+        ", ".join(replica["nodes"]),
+        f"{len(gpus)} {replica['gpu_class']}".strip() if gpus else "",
+        replica["profile"],
+        replica["engine"],
+        replica["fabric"],
+        replica["url"],
+    )
+
+
+def _troubles(replica: dict[str, Any]) -> Iterator[Text]:
+    """Why it is not ready, and what its parts say of themselves."""
+    if replica["why"]:
+        yield Text(f"{replica['id']}: {replica['why']}", style="yellow")
+    several = len(replica["shards"]) > 1 and replica["state"] != "ready"
+    for shard in replica["shards"]:
+        failed = shard["state"] == "failed"
+        if not (several or failed or (shard["reason"] and shard["reason"] not in replica["why"])):
+            continue
+        said = ", ".join(each for each in (shard["reason"], shard["exit"]) if each)
+        told = f"   rank {shard['rank']} on {shard['node']}: {shard['state']}{f': {said}' if said else ''}"
+        yield Text(told, style="red" if failed else "yellow")
+        for line in shard["tail"][-LOG_LINES:]:
+            yield Text(f"      | {line}", style="dim")
+
+
+def _missing(missing: list[dict[str, Any]]) -> Iterator[Text]:
+    for each in missing:
+        again = f"; tried again in {whole_seconds(each['again_s'])}" if each["again_s"] else ""
+        number = f"{each['count']} missing: " if each["count"] > 1 else "1 missing: "
+        yield Text(f"{each['model']}: {number}{each['reason']}{again}", style="yellow")
+        for failure in each["failures"][:FAILURES]:
+            told = ", ".join(said for said in (failure["told"], failure["exit"]) if said)
+            when = whole_seconds(failure["ago_s"])
+            yield Text(f"   {failure['replica']} failed {when} ago: {told}", style="red")
