@@ -148,17 +148,22 @@ def test_the_servers_certificate_is_made_anew_when_it_must_be_and_only_then(tmp_
     papers = authority.papers
     key = Path(papers.server_key).read_bytes()
 
-    def names() -> set[str]:
+    def names() -> list[str]:
         found = certificates.load(Path(papers.server).read_bytes())
-        return {str(each.value) for each in found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value}
+        return [str(each.value) for each in found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value]
 
-    assert names() == {CONTROL_NAME, "box", "10.0.0.1"}
+    assert names() == [CONTROL_NAME, "box", "10.0.0.1"]
     assert not authority.keep_server(["10.0.0.1"], NOW)
     assert not authority.keep_server(["box"], NOW + 270 * DAY_S)
     assert authority.keep_server(["10.0.0.2"], NOW)
-    assert names() == {CONTROL_NAME, "box", "10.0.0.1", "10.0.0.2"}
-    assert authority.keep_server(["10.0.0.2"], NOW + 280 * DAY_S)
-    assert names() == {CONTROL_NAME, "box", "10.0.0.1", "10.0.0.2"}
+    assert names() == [CONTROL_NAME, "10.0.0.2", "box", "10.0.0.1"]
+    assert authority.keep_server(["10.0.0.2"], NOW, ["box.example.org", "box"])
+    assert names() == ["box.example.org", "box", CONTROL_NAME, "10.0.0.2", "10.0.0.1"]
+    assert authority.keep_server([f"10.0.1.{number}" for number in range(40)], NOW)
+    assert len(names()) == 2 + 1 + pki.MOST_NAMES
+    assert authority.keep_server(["10.0.0.3"], NOW + 280 * DAY_S)
+    assert names()[:4] == ["box.example.org", "box", CONTROL_NAME, "10.0.0.3"]
+    assert authority.chosen_names(NOW) == ["box.example.org", "box"]
     assert Path(papers.server_key).read_bytes() == key
     os.unlink(papers.server_key)
     assert authority.keep_server(["box"], NOW)

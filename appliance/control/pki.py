@@ -38,8 +38,8 @@ NODE_DUE_S = 30 * DAY_S
 
 CSR_BYTES = 8192
 
-KEPT_NAMES = 32
-"""Earlier names and addresses of the control plane that its next certificate still bears."""
+MOST_NAMES = 32
+"""Names and addresses of the machine that the control plane's certificate bears, present ones first."""
 
 _KEY_USE = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
 _KEY_USE_CA = ("key_cert_sign", "crl_sign", "encipher_only", "decipher_only")
@@ -89,26 +89,28 @@ class Authority:
         details = certificates.details(pem.encode("ascii"))
         return Signed(pem, Certificate(name, details.serial, details.not_after, now))
 
-    def keep_server(self, names: Collection[str], now: float) -> bool:
+    def keep_server(self, names: Collection[str], now: float, chosen: Collection[str] = ()) -> bool:
         """Make or renew the control plane's certificate where it is missing, of another root, not of its key, lacks one
         of `names` (hosts and addresses) or ends within `SERVER_DUE_S`; whether that was done. Its key stays, so that
-        one file is replaced. Raises PkiFailed."""
+        one file is replaced. `chosen` names are those the operator gave: they stand before `CONTROL_NAME`, stay for
+        good, and nodes are told to call the first of them. Raises PkiFailed."""
         papers = self.papers
         known, due = self._server(now)
-        if not due and known.issuperset(names):
+        if not due and set(known).issuperset((*names, *chosen)):
             return False
+        ours = known.index(CONTROL_NAME) if CONTROL_NAME in known else 0
+        first = dict.fromkeys((*chosen, *known[:ours]))
+        rest = [each for each in dict.fromkeys((*names, *known[ours + 1 :])) if each not in first][:MOST_NAMES]
         try:
             key = _read_or_none(papers.server_key)
             if key is None:
                 key = certificates.new_key()
                 put(papers.server_key, key)
             public = certificates.load_key(key).public_key()
-            others = sorted(known.difference(names, (CONTROL_NAME,)))[:KEPT_NAMES]
-            wanted = [CONTROL_NAME, *sorted(set(names) - {CONTROL_NAME}), *others]
             certificate = self._sign(
                 _subject(CONTROL_NAME),
                 public,
-                [_general_name(name) for name in wanted],
+                [_general_name(name) for name in (*first, CONTROL_NAME, *rest)],
                 x509.ExtendedKeyUsageOID.SERVER_AUTH,
                 now,
                 SERVER_S,
@@ -120,20 +122,25 @@ class Authority:
             raise _unwritable(error, papers) from None
         return True
 
-    def _server(self, now: float) -> tuple[set[str], bool]:
+    def chosen_names(self, now: float) -> list[str]:
+        """The hosts and addresses that the operator gave the control plane."""
+        known, _ = self._server(now)
+        return known[: known.index(CONTROL_NAME)] if CONTROL_NAME in known else []
+
+    def _server(self, now: float) -> tuple[list[str], bool]:
         """Hosts and addresses in the control plane's certificate, and whether a new one is due."""
         papers = self.papers
         try:
             pem, key = _read_or_none(papers.server), _read_or_none(papers.server_key)
             if pem is None or not certificates.signed_by(pem, self.pem):
-                return set(), True
+                return [], True
             server = certificates.load(pem)
             names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             whole = key is not None and certificates.belong(key, pem)
         except (BadPem, OSError, ValueError, x509.ExtensionNotFound):
-            return set(), True
+            return [], True
         due = not whole or server.not_valid_after_utc.timestamp() - now < SERVER_DUE_S
-        return {str(each.value) for each in names}, due
+        return [str(each.value) for each in names], due
 
     def _sign(
         self,
