@@ -1,0 +1,1 @@
+"""Tool servers of many groups behind one endpoint."""

@@ -1,0 +1,246 @@
+"""All groups' tools in one list, and a call on its way to one of them.
+
+The groups are asked side by side, each in a task of its own that outlives whoever asked for the list. A group that
+hangs therefore costs the first list its bound, and the next ones only `FAILING_WAIT_S`, while its own task waits on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import attrs
+import structlog
+import trio
+
+from ..facts.mcp import McpSettings, Source
+from ..rules.mcp.naming import Dropped, Merged, NoRoute, Route, merge, route
+from ..rules.mcp.translate import Asked
+from . import native
+from .exchange import SessionLost, Trouble, Unreached
+from .upstream import Answered, Deliver, Upstream
+
+FAILING_WAIT_S = 0.5
+"""How long a list waits for a group whose last list failed. A healthy one answers well within."""
+
+log = structlog.get_logger("mcp")
+
+Sources = Callable[[], Sequence[Source]]
+Status = Callable[[], Mapping[str, Any]]
+
+
+@attrs.frozen
+class Failed:
+    """A call that the router could not bring to an end; `text` is for the model that made it."""
+
+    text: str
+
+
+@attrs.define(eq=False)
+class Watched:
+    """A group, its server, and when its list was last read. `trouble` says why it has none, "" while it has one."""
+
+    upstream: Upstream
+    read_at: float | None = None
+    trouble: str = ""
+    reading: trio.Event | None = None
+
+    @property
+    def group(self) -> str:
+        return self.upstream.source.group
+
+
+class Merge:
+    """The merged tools of whatever `sources` names at the moment; made by `open_merge`."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        status: Status,
+        settings: McpSettings,
+        client: Mapping[str, str],
+        nursery: trio.Nursery,
+    ) -> None:
+        self.settings = settings
+        self._sources = sources
+        self._status = status
+        self._client = client
+        self._nursery = nursery
+        self._watched: dict[Source, Watched] = {}
+        self._merged: Merged | None = None
+        self._told_dropped: frozenset[Dropped] = frozenset()
+
+    async def listing(self) -> Sequence[Mapping[str, object]]:
+        """The tools of all groups whose lists can be had in time, ours first. Fresh lists are not asked for again."""
+        begun = trio.current_time()
+        watched = self._follow()
+        for one in watched:
+            self._read(one)
+        for one in watched:
+            if one.reading is not None:
+                bound = FAILING_WAIT_S if one.trouble else self.settings.list_timeout_s
+                with trio.move_on_at(begun + bound):
+                    await one.reading.wait()
+        return self._tools().entries
+
+    async def call(self, asked: Asked, name: str, deliver: Deliver) -> Answered | Failed | Mapping[str, object]:
+        """Run the tool called `name`: its server's answer, why there is none, or the result of a tool of our own.
+        What comes before the answer goes to `deliver`, with our number of the call."""
+        found = await self._route(asked, name)
+        if isinstance(found, NoRoute):
+            return Failed(found.text)
+        if found is None:
+            return native.answer(name, self._status)
+        watched = self._of(found.group)
+        if watched is None:
+            return Failed(f"Group {found.group} is gone. Groups: {', '.join(self._groups())}")
+        limit_s = self.settings.call_timeout_s
+        with trio.move_on_after(limit_s):
+            try:
+                return await watched.upstream.call(found, asked, deliver)
+            except SessionLost as lost:
+                return Failed(f"Group {found.group} did not run {found.tool}: {lost}. Call it again.")
+            except Unreached as failed:
+                return Failed(f"Group {found.group} did not answer: {failed}. Nothing was sent.")
+            except Trouble as failed:
+                return Failed(f"Group {found.group} gave no answer: {failed}. {found.tool} may have run all the same.")
+        return Failed(
+            f"Group {found.group} gave no answer within {limit_s:g} s. {found.tool} may have run all the same."
+        )
+
+    def rows(self) -> list[dict[str, object]]:
+        """Each group's server as it is known now, for status pages. `tools` is their number, None while not known."""
+        return [
+            {
+                "group": one.group,
+                "url": one.upstream.source.url,
+                "era": one.upstream.era,
+                "tools": None if one.upstream.tools is None else len(one.upstream.tools),
+                "error": one.trouble or None,
+            }
+            for one in self._follow()
+        ]
+
+    async def part(self) -> None:
+        """End all sessions, side by side, within their bound. The last thing that is asked of a merge."""
+        async with trio.open_nursery() as nursery:
+            for one in self._watched.values():
+                nursery.start_soon(one.upstream.part)
+        self._watched.clear()
+
+    # -- which groups there are ---------------------------------------------------------------------------------------
+
+    def _follow(self) -> list[Watched]:
+        """The groups of the moment in the order of their names. New ones get a server to talk to, and that of a group
+        which is gone, or is announced elsewhere, is parted from."""
+        wanted: dict[str, Source] = {}
+        for source in self._sources():
+            wanted.setdefault(source.group, source)
+        kept = {wanted[group]: self._watched.get(wanted[group]) for group in sorted(wanted)}
+        if list(kept) != list(self._watched):
+            self._merged = None
+            for source, one in self._watched.items():
+                if source not in kept:
+                    self._later(one.upstream.part)
+        self._watched = {source: one or self._new(source) for source, one in kept.items()}
+        return list(self._watched.values())
+
+    def _new(self, source: Source) -> Watched:
+        return Watched(Upstream(source, self.settings, self._client, self._later))
+
+    def _later(self, work: Callable[..., Any], *args: object) -> None:
+        self._nursery.start_soon(_survived, work, args)
+
+    def _groups(self) -> list[str]:
+        return [one.group for one in self._follow()]
+
+    def _of(self, group: str) -> Watched | None:
+        return next((one for one in self._follow() if one.group == group), None)
+
+    # -- lists --------------------------------------------------------------------------------------------------------
+
+    def _read(self, one: Watched) -> None:
+        """Have the group's list read, unless it is fresh or being read."""
+        fresh = one.read_at is not None and trio.current_time() - one.read_at < self.settings.tools_ttl_s
+        if not fresh and one.reading is None:
+            one.reading = trio.Event()
+            self._later(self._read_now, one, one.reading)
+
+    async def _read_now(self, one: Watched, done: trio.Event) -> None:
+        bound, trouble = self.settings.list_timeout_s, ""
+        try:
+            with trio.move_on_after(bound) as limit:
+                one.upstream.tools = tuple(await one.upstream.list_tools())
+                one.read_at = trio.current_time()
+            if limit.cancelled_caught:
+                trouble = f"no list of tools within {bound:g} s"
+        except Trouble as failed:
+            trouble = str(failed)
+        except Exception as failed:
+            log.exception("mcp_tools_fetch_failed", group=one.group)
+            trouble = f"the router failed: {failed}"
+        finally:
+            one.reading = None
+            done.set()
+        if trouble:
+            one.upstream.tools, one.read_at = None, None
+            if not one.trouble:
+                log.warning("mcp_tools_fetch_failed", group=one.group, url=one.upstream.source.url, reason=trouble)
+        elif one.trouble:
+            log.info("mcp_tools_fetched_again", group=one.group)
+        one.trouble = trouble
+        self._merged = None
+
+    def _tools(self) -> Merged:
+        if self._merged is None:
+            lists = [(one.group, one.upstream.tools or ()) for one in self._watched.values()]
+            self._merged = merge(lists, self.settings.naming, native.TOOLS)
+            dropped = frozenset(self._merged.dropped)
+            for row in sorted(dropped - self._told_dropped, key=lambda row: (row.group, row.tool)):
+                log.warning("mcp_tool_dropped", group=row.group, tool=row.tool, reason=row.reason)
+            self._told_dropped = dropped
+        return self._merged
+
+    async def _route(self, asked: Asked, name: str) -> Route | NoRoute | None:
+        """Where a call goes, None for a tool of our own. Lists are waited for only where the name says nothing without
+        them, so that a hung group delays nobody's calls."""
+        watched = self._follow()
+        arguments = asked.params.get("arguments")
+        if name in self._tools().native:
+            return None
+        found = route(self._tools(), self._groups(), name, arguments)
+        if isinstance(found, NoRoute) and any(one.read_at is None for one in watched):
+            await self.listing()
+            return route(self._tools(), self._groups(), name, arguments)
+        one = self._of(found.group) if isinstance(found, Route) else None
+        if one is not None and one.upstream.tools is None and not one.trouble and not asked.modern:
+            # A modern server may want arguments repeated in headers, which only its list tells.
+            self._read(one)
+            if one.reading is not None:
+                await one.reading.wait()
+        return found
+
+
+async def _survived(work: Callable[..., Any], args: tuple[object, ...]) -> None:
+    """One group's trouble, of whatever kind, ends nobody else's tasks."""
+    try:
+        await work(*args)
+    except Exception:
+        log.exception("mcp_task_failed", task=work.__name__)
+
+
+@asynccontextmanager
+async def open_merge(
+    sources: Sources, status: Status, settings: McpSettings, client: Mapping[str, str]
+) -> AsyncIterator[Merge]:
+    """A merge that works for as long as the block runs; at its end sessions are closed. `client` is how we name
+    ourselves to tool servers: `name` and `version`."""
+    async with trio.open_nursery() as nursery:
+        merge_ = Merge(sources, status, settings, client, nursery)
+        try:
+            yield merge_
+        finally:
+            nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True):
+                await merge_.part()  # bounded by itself

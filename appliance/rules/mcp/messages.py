@@ -1,0 +1,162 @@
+"""JSON-RPC messages: cut open no further than needed, and put together again.
+
+Arguments and results stay the bytes they were (`msgspec.Raw`), so that what passes through here is not rounded,
+re-ordered or escaped differently on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from . import protocol
+
+Fields = dict[str, msgspec.Raw]
+Id = int | str
+
+_fields = msgspec.json.Decoder(Fields)
+_list = msgspec.json.Decoder(list[msgspec.Raw])
+_MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+class NotMessage(Exception):
+    """No JSON (`code` PARSE_ERROR), or JSON that is no single message (INVALID_REQUEST)."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message. With `method` and `id` a request, with `method` alone a notification, else an answer.
+
+    `id` None in an answer: the other side could not read ours.
+    """
+
+    method: str = ""
+    id: Id | None = None
+    has_id: bool = False
+    params: Fields | None = None
+    result: msgspec.Raw | None = None
+    error: msgspec.Raw | None = None
+
+    @property
+    def is_request(self) -> bool:
+        return bool(self.method) and self.has_id
+
+    @property
+    def is_answer(self) -> bool:
+        return not self.method
+
+
+def read(data: bytes | msgspec.Raw) -> Message:
+    """One message. Raises NotMessage."""
+    try:
+        fields = _fields.decode(data)
+    except msgspec.ValidationError:
+        raise NotMessage(
+            protocol.INVALID_REQUEST, "the body is one JSON-RPC request or notification, not a batch"
+        ) from None
+    except _MALFORMED:
+        raise NotMessage(protocol.PARSE_ERROR, "the body is not JSON") from None
+    if value(fields.get("jsonrpc")) != "2.0":
+        raise NotMessage(protocol.INVALID_REQUEST, '"jsonrpc" is "2.0"')
+    identity = value(fields.get("id"))
+    if isinstance(identity, bool) or not isinstance(identity, int | str | None):
+        raise NotMessage(protocol.INVALID_REQUEST, "an id is a string or a whole number")
+    if "method" not in fields:
+        return _answer(fields, identity)
+    method = value(fields["method"])
+    if not isinstance(method, str) or not method:
+        raise NotMessage(protocol.INVALID_REQUEST, '"method" is a string')
+    if "id" in fields and identity is None:
+        raise NotMessage(protocol.INVALID_REQUEST, "an id is not null")
+    params = fields.get("params")
+    taken = None if params is None or value(params) is None else taken_apart(params)
+    if taken is None and params is not None and value(params) is not None:
+        raise NotMessage(protocol.INVALID_REQUEST, '"params" is an object')
+    return Message(method, identity, "id" in fields, taken)
+
+
+def read_all(data: bytes) -> list[Message]:
+    """The messages of an answer's body: one, or a list of them as old servers may send. Raises NotMessage."""
+    if data.lstrip()[:1] != b"[":
+        return [read(data)]
+    try:
+        return [read(raw) for raw in _list.decode(data)]
+    except _MALFORMED:
+        raise NotMessage(protocol.PARSE_ERROR, "the answer is not JSON") from None
+
+
+def taken_apart(raw: msgspec.Raw | None) -> Fields | None:
+    """The fields of an object, None where it is none."""
+    if raw is None:
+        return None
+    try:
+        return _fields.decode(raw)
+    except _MALFORMED:
+        return None
+
+
+def value(raw: msgspec.Raw | None) -> Any:
+    """What the bytes say, None where they say nothing."""
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except _MALFORMED:
+        return None
+
+
+def raw(thing: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(thing))
+
+
+def request(identity: Id, method: str, params: Mapping[str, object] | None) -> bytes:
+    return _encoded({"jsonrpc": "2.0", "id": identity, "method": method}, params)
+
+
+def notification(method: str, params: Mapping[str, object] | None = None) -> bytes:
+    return _encoded({"jsonrpc": "2.0", "method": method}, params)
+
+
+def result(identity: Id | None, thing: object) -> bytes:
+    return msgspec.json.encode({"jsonrpc": "2.0", "id": identity, "result": thing})
+
+
+def error(identity: Id | None, code: int, text: str, data: object = None) -> bytes:
+    body: dict[str, object] = {"code": code, "message": text}
+    if data is not None:
+        body["data"] = data
+    return passed_error(identity, body)
+
+
+def passed_error(identity: Id | None, body: object) -> bytes:
+    return msgspec.json.encode({"jsonrpc": "2.0", "id": identity, "error": body})
+
+
+def event(message: bytes) -> bytes:
+    """A message as one server-sent event."""
+    return b"event: message\ndata: " + message + b"\n\n"
+
+
+def failure(text: str) -> dict[str, object]:
+    """A tool's result that says why there is none: models read it, and can correct themselves."""
+    return {"content": [{"type": "text", "text": text}], "isError": True}
+
+
+def _encoded(message: dict[str, object], params: Mapping[str, object] | None) -> bytes:
+    if params is not None:
+        message["params"] = params
+    return msgspec.json.encode(message)
+
+
+def _answer(fields: Fields, identity: Id | None) -> Message:
+    error = fields.get("error")
+    if "result" in fields:
+        return Message(id=identity, has_id=True, result=fields["result"])
+    if error is None or taken_apart(error) is None:
+        raise NotMessage(protocol.INVALID_REQUEST, "neither a method, a result nor an error")
+    return Message(id=identity, has_id=True, error=error)
