@@ -248,6 +248,7 @@ async def test_a_fallbacks_deadlines_begin_when_it_gets_the_request(tmp_path: Pa
         plane.after(121.0)
         assert (await client.answer("POST")).status == 200
         (record,) = records(door)
+        assert record.tickets[1].asked_at > came
         assert record.dispatched_at > came
 
 
