@@ -265,7 +265,7 @@ class Conversation:
             case say.AskLog():
                 self._ask(message, helpers)
             case say.EndLog():
-                if scope := self._logs.get(message.request):
+                if scope := self._logs.pop(message.request, None):
                     scope.cancel()
             case say.Renewed():
                 helpers.start_soon(self._take, message, name="link: new certificate")
@@ -315,7 +315,8 @@ class Conversation:
             with scope:
                 await self._send(say.LogLines(ask.request, ended=True, reason=await self._tell_log(ask)))
         finally:
-            del self._logs[ask.request]
+            if self._logs.get(ask.request) is scope:
+                del self._logs[ask.request]
 
     async def _tell_log(self, ask: say.AskLog) -> str:
         """Send what was asked for; why there is no more ("": that was all)."""
