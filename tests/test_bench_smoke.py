@@ -266,3 +266,10 @@ def test_a_router_that_ends_at_once_is_skipped_with_its_last_words(
     with native.engine(None) as engine, routers.running(("nginx",), [engine], cores, tmp_path) as (up, skipped):
         assert up == []
         assert "no such port" in skipped[0].reason
+
+
+def test_placement_is_measured_in_two_sizes() -> None:
+    lines = lines_of("placement")
+    assert [line["ok"] for line in lines if "check" in line] == [True, True]
+    assert {line["figure"] for line in lines if "figure" in line} == {"pass", "pass, index kept"}
+    assert lines[0]["conditions"]["nodes"] == [64, 640]

@@ -2,10 +2,10 @@
 
 A pass makes the index of all nodes and places 200 models, two replicas each. Half of the nodes are empty, the others
 have some of their GPUs taken already; 32 nodes share a fabric; one GPU in 50 is ill; one node in 20 is cordoned. Of the
-models one in four runs on two nodes, one in eight on four, and one in ten on CPUs; each has a second profile to fall
-back on, and one in five wants a class that is nowhere. `index kept` is the same with the index of the last pass, in which a tenth of the nodes
-has changed. All of it in this process and on one core, as time of the processor, with the collector of cycles set as
-`serve` sets it.
+models one in four runs on two nodes, one in eight on four, and one in ten on CPUs; all but those have a second
+profile, and about one in four wants a class that is nowhere. `index kept` is the same with the index of the last pass,
+in which a tenth of the nodes has changed. All of it in this process and on one core, as time of the processor, with the
+collector of cycles set as `serve` sets it.
 """
 
 from __future__ import annotations

@@ -131,10 +131,20 @@ def _fitting(profile: Profile, rooms: Sequence[Room]) -> dict[str, list[str]]:
     for room in rooms:
         if why_not(profile, room):
             continue
-        for kind in sorted(room.free) if profile.gpus_per_node else [""]:
-            if profile.gpu_class in ("", kind) and fit.choose(profile, room.free, kind) is not None:
-                found.setdefault(kind, []).append(room.spot.name)
+        for kind in _kinds(profile, room):
+            found.setdefault(kind, []).append(room.spot.name)
     return found
+
+
+def _kinds(profile: Profile, room: Room) -> list[str]:
+    """The classes of which a node has enough free GPUs for a part; "" on CPUs, whatever class the profile names."""
+    if profile.gpus_per_node == 0:
+        return [""]
+    return [
+        kind
+        for kind, gpus in sorted(room.free.items())
+        if profile.gpu_class in ("", kind) and len(gpus) >= profile.gpus_per_node
+    ]
 
 
 def _wanted(profile: Profile) -> str:
