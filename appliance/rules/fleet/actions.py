@@ -1,4 +1,4 @@
-"""What one pass over the fleet says: commands to send, changes to log, and why something that is wanted is not there."""
+"""What one pass over the fleet says: commands to send, changes to log, and why something wanted is not there."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from appliance.rules.placement.spots import Rejection
 
 Command = Start | Stop | Forget
 
+Level = Literal["info", "warning", "error"]
+
 
 @attrs.frozen
 class Event:
-    """A change worth a line in the log. `name` is a stable word in the past tense, `fields` name the things involved."""
+    """A change worth a line in the log. `name` is a stable word, `fields` name the things involved."""
 
-    level: Literal["info", "warning", "error"]
+    level: Level
     name: str
     fields: Mapping[str, object] = attrs.field(factory=dict)
 
@@ -58,10 +60,10 @@ class Failure:
 class Why:
     """Where a model stands, and why replicas that are wanted of it are not there.
 
-    `wanted` is how many are to run now, `because` why so many; `serving` how many can take requests. `missing` says in
-    a sentence what keeps the rest away, "" when none is missing or all of them are starting. `retry_in_s` counts until
-    the model is tried again after a failure (0: no wait is running). `rejections` are those of every profile and every
-    candidate, asked for only when a place was missing; `failures` are the last ones, the latest first.
+    `wanted` is how many are to run now, `because` why so many; `serving` how many can take requests. `missing` says
+    what keeps the rest away, "" when none is missing. `retry_in_s` counts until the model is tried again after
+    a failure (0: no wait is running). `rejections` are those that one more replica would meet: every profile with every
+    candidate. `failures` are the last ones, the latest first.
     """
 
     model: str

@@ -1,25 +1,58 @@
-"""What is to be done about the fleet now: one pass, called after every change and when a wait is over."""
+"""What is to be done about the fleet now: one pass, called after every change and when a wait is over.
+
+    expire     nodes that were silent for too long
+    judge      give up replicas that cannot go on, then sort the others by model
+    scale      how many of each model are wanted
+    act        stop what is not wanted any more, place what is missing
+    commands   what agents have to be told that they were not told yet
+
+Each looks at the world as it is and not at what has happened, so whatever got lost is seen by the next pass. A pass
+in which nothing has changed looks at clocks and at demand only.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from random import Random
 
 from appliance.facts.catalog import Model
 from appliance.facts.control import ControlSettings
-from appliance.facts.demand import Demand
+from appliance.facts.demand import NO_DEMAND, Demand
 from appliance.facts.endpoint import Endpoint
-from appliance.rules.fleet.actions import Actions, Failure, Why
-from appliance.rules.fleet.backoff import Backoff
+from appliance.rules.fleet import telling
+from appliance.rules.fleet.actions import Actions, Command, Failure, Why
+from appliance.rules.fleet.backoff import STEADY_S, Backoff, failed
+from appliance.rules.fleet.commands import commands
+from appliance.rules.fleet.expiry import expire
+from appliance.rules.fleet.keeping import Leave, Team, leaves, may_make_way, places, teams
+from appliance.rules.fleet.members import Placed
+from appliance.rules.fleet.reports import Trouble, drains, endpoint, trouble
+from appliance.rules.fleet.rooming import Clash, Plan, shards_on, spot_of
+from appliance.rules.fleet.scaling import Scaler, begin, follow
+from appliance.rules.fleet.starting import make
 from appliance.rules.fleet.world import World
+from appliance.rules.placement.rooms import by_priority
+
+STALL_S = 5.0
+"""A step that comes so much later than was asked for: the control plane itself was held up, and could hear nobody."""
+
+LOOK_S = 1.0
+"""How often a model is looked at whose number may follow from its load."""
+
+ROUNDS = 4
+"""A pass whose decisions make others possible is followed by another one at once, up to so many."""
+
+FAILURES_KEPT = 5
 
 
 class Fleet:
     """Keeps the world as the configuration and the demand want it. Plain calls; one owner, the same as the world's.
 
     `now` is a clock that never steps, the one that `Demand.asked_at` is in. `rng` gives ids and the keys of engines, so
-    in production it must be one that cannot be guessed. `started_at` is when the control plane started. `backoffs` and
-    `failures` are by model (the latest failure first).
+    in production it must be one that cannot be guessed. `started_at` is when the control plane started. What is kept by
+    model: `backoffs`, `failures` (the latest first), `scalers`, `overrides` (an operator's word), `avoided` (nodes on
+    which it failed), `unplaced` (why it had no place at the last try, "" while room is about to be freed).
     """
 
     def __init__(self, world: World, settings: ControlSettings, started_at: float) -> None:
@@ -30,29 +63,338 @@ class Fleet:
         self.models: dict[str, Model] = {}
         self.backoffs: dict[str, Backoff] = {}
         self.failures: dict[str, tuple[Failure, ...]] = {}
+        self.failed_total: dict[str, int] = {}
+        self.scalers: dict[str, Scaler] = {}
+        self.overrides: dict[str, int] = {}
+        self.avoided: dict[str, set[str]] = {}
+        self.unplaced: dict[str, str] = {}
+        self.teams: dict[str, Team] = {}
+        self._plan = Plan()
+        self._seen = -1
+        self._due = -math.inf
+        self._again_at = math.inf
+        self._drained: set[str] = set()
+        self._clashes: set[Clash] = set()
+        self._endpoints: tuple[int, tuple[Endpoint, ...]] = (-1, ())
 
     def configure(self, models: Iterable[Model], settings: ControlSettings) -> None:
         """Take a configuration over. A model that was changed is tried at once, whatever it did before."""
+        new = {model.name: model for model in models if model.profiles}
+        for name in [*self.models, *new]:
+            if new.get(name) != self.models.get(name):
+                for kept in (self.backoffs, self.avoided, self.unplaced):
+                    kept.pop(name, None)
+            if name not in new:
+                for gone in (self.failures, self.failed_total, self.scalers, self.overrides):
+                    gone.pop(name, None)
+        # An equal model keeps its identity, by which replicas that were compared with it are known.
+        self.models = {name: model if (old := self.models.get(name)) != model else old for name, model in new.items()}
+        self.settings = settings
+        self._due = -math.inf
 
     def step(self, demand: Mapping[str, Demand], now: float, rng: Random) -> Actions:
         """Look at everything and say what to do now. Whatever it says is to be done at once, in its order."""
-        return Actions()
+        if now > self._again_at + STALL_S:
+            self.world.overslept(now - self._again_at, now)
+        due = expire(self.world, self.settings, now)
+        said: list[tuple[str, Command]] = []
+        if self._settle(now):
+            changed = self.world.changes != self._seen or now >= self._due
+            if changed:
+                self._judge(now, rng)
+            if self._scale(demand, now) or changed:
+                said = self._pass(now, rng)
+            due = min(due, self._due, now + LOOK_S if self._follows_load() else math.inf)
+        elif now < self.started_at + self.settings.settle_s:
+            due = min(due, self.started_at + self.settings.settle_s)
+        self._again_at = due
+        events, self.world.events = tuple(self.world.events), []
+        return Actions(tuple(said), events, due)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Replicas that take requests now."""
-        return ()
+        if self._endpoints[0] != self.world.changes:
+            found = (endpoint(self.world, placed) for placed in self.world.replicas.values())
+            self._endpoints = self.world.changes, tuple(each for each in found if each is not None)
+        return self._endpoints[1]
 
     def waking(self, now: float) -> Mapping[str, str]:
         """Models without an endpoint whose requests may wait for one, each with a sentence on how far it is."""
-        return {}
+        serving = {name for each in self.endpoints() for name in each.models or ()}
+        told = ((name, telling.progress(self, name, now)) for name in self.models if name not in serving)
+        return {name: sentence for name, sentence in told if sentence}
 
     def troubles(self, now: float) -> Mapping[str, str]:
-        """Models that are wanted, do not serve and cannot be started now, each with a sentence that says why."""
-        return {}
+        """Models that do not serve and cannot be started now, each with a sentence that says why."""
+        serving = {name for each in self.endpoints() for name in each.models or ()}
+        told = ((name, telling.hindrance(self, name, now)) for name in self.models if name not in serving)
+        return {name: sentence for name, sentence in told if sentence}
 
     def explain(self, model: str, now: float) -> Why:
         """Why each replica that is wanted of `model` is not there. Raises KeyError for a model without profiles."""
-        raise KeyError(model)
+        return telling.explain(self, model, now)
 
     def scale(self, model: str, replicas: int | None, now: float) -> None:
-        """An operator's word on how many are to run, whatever the limits of scaling; None: by demand again."""
+        """An operator's word on how many are to run, whatever the limits of scaling; None: by demand again. Raises
+        KeyError for a model without profiles."""
+        if model not in self.models:
+            raise KeyError(model)
+        before = self.wanted(model)
+        if replicas is None:
+            self.overrides.pop(model, None)
+        else:
+            self.overrides[model] = replicas
+        told = {"wanted": self.wanted(model), "before": before, "because": self.because(model)}
+        self.world.tell("info", "scaled", model=model, **told)
+        self._due = -math.inf
+
+    def wanted(self, model: str) -> int:
+        """How many replicas of a model are to run now."""
+        if model in self.overrides:
+            return self.overrides[model]
+        scaler = self.scalers.get(model)
+        return scaler.wanted if scaler is not None else self.models[model].scaling.min_replicas
+
+    def because(self, model: str) -> str:
+        """Why so many."""
+        if model in self.overrides:
+            return "an operator said so"
+        scaler = self.scalers.get(model)
+        return scaler.because if scaler is not None else f"min_replicas is {self.models[model].scaling.min_replicas}"
+
+    # -- settle and scale ----------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> bool:
+        """Whether enough is known to change anything. A node that is expected may have all that seems to be missing."""
+        if not self.settled and now >= self.started_at + self.settings.settle_s:
+            self.settled = all(node.state != "expected" for node in self.world.nodes.values())
+            if self.settled:
+                running = sum(placed.stage == "running" for placed in self.world.replicas.values())
+                self.world.tell("info", "settled", nodes=len(self.world.nodes), replicas=running)
+        return self.settled
+
+    def _scale(self, demand: Mapping[str, Demand], now: float) -> bool:
+        changed = False
+        for name, model in self.models.items():
+            team = self.teams.get(name) or Team()
+            before = self.scalers.get(name)
+            if before is None:
+                self.scalers[name] = begin(model.scaling, team.alive, now)
+                changed = True
+                continue
+            asked = demand.get(name, NO_DEMAND)
+            after = follow(before, model.scaling, asked, len(team.serving), team.alive, now)
+            self.scalers[name] = after
+            if after.wanted != before.wanted and name not in self.overrides:
+                changed = True
+                told = {"wanted": after.wanted, "before": before.wanted, "because": after.because}
+                self.world.tell("info", "scaled", model=name, **told)
+        return changed
+
+    def _follows_load(self) -> bool:
+        """Whether some model's number may change by the mere passing of time."""
+        return any(
+            self.wanted(name) > 0 and model.scaling.most > model.scaling.min_replicas
+            for name, model in self.models.items()
+        )
+
+    # -- judge ---------------------------------------------------------------------------------------------------------
+
+    def _judge(self, now: float, rng: Random) -> None:
+        world = self.world
+        clashes = self._plan.renew(world)
+        self._clashes = {each for each in self._clashes if {each.one, each.other} <= world.replicas.keys()}
+        for clash in clashes:
+            if clash not in self._clashes:
+                self._clashes.add(clash)
+                self._part(clash)
+        coming = any(node.may_come for node in world.nodes.values())
+        for placed in world.replicas.values():
+            if placed.stage == "stopping" and self._is_cut(placed):
+                world.give_up(placed, placed.reason, now)
+            if placed.stage != "running":
+                continue
+            if (found := trouble(world, placed, now)) is not None:
+                self._give_up(placed, found, now, rng)
+            elif not placed.complete and not coming:
+                missing = sorted(set(range(placed.profile.nodes)) - set(placed.shards))
+                ranks = ", ".join(map(str, missing))
+                self._give_up(placed, Trouble(f"no node has its rank {ranks}"), now, rng)
+            elif placed.adopted and drains(world, placed):
+                world.stop(placed, "it was being stopped already", now, self.settings.drain_grace_s)
+        self.teams = teams(world, self.models, self.settings.drain_grace_s)
+        for team in self.teams.values():
+            for name in team.serving:
+                self._note_ready(world.replicas[name], now)
+
+    def _part(self, clash: Clash) -> None:
+        """Two have one GPU, so at least one of them does not do what it should. The one that is worth less ends."""
+        world = self.world
+        both = [world.replicas.get(clash.one), world.replicas.get(clash.other)]
+        ours = [placed for placed in both if placed is not None and placed.stage == "running" and not placed.broken]
+        loser = min(ours, key=lambda placed: (placed.ready_at is not None, -placed.made_at), default=None)
+        if len(ours) == 2 and loser is not None:
+            world.break_off(loser, f"it was given GPU {clash.gpu} on {clash.node}, which another replica has")
+        stopped = loser.id if len(ours) == 2 and loser is not None else "the one that ends anyway"
+        told = {"node": clash.node, "gpu": clash.gpu, "one": clash.one, "other": clash.other, "stopped": stopped}
+        world.tell("error", "gpu_has_two_replicas", **told)
+
+    def _is_cut(self, placed: Placed) -> bool:
+        """Whether a part of a replica that drains is gone, so that the rest of it has nothing to wait for."""
+        nodes = [self.world.nodes.get(name) for name in placed.nodes]
+        if any(node is None or node.state == "lost" for node in nodes):
+            return True
+        reports = (self.world.nodes[shard.node].reports.get(shard.id) for shard in placed.shards.values())
+        return any(report is not None and report.state == "failed" for report in reports)
+
+    def _give_up(self, placed: Placed, found: Trouble, now: float, rng: Random) -> None:
+        name = placed.model
+        self.world.give_up(placed, found.reason, now)
+        model = self.models.get(name)
+        told: dict[str, object] = {"model": name, "replica": placed.id, "reason": found.reason}
+        if model is None or not found.fault:
+            self.world.tell("warning", "replica_given_up", **told)
+            return
+        self.failures[name] = (*found.failures, *self.failures.get(name, ()))[:FAILURES_KEPT]
+        self.failed_total[name] = self.failed_total.get(name, 0) + 1
+        if placed.profile in model.profiles:
+            self.backoffs[name] = failed(self.backoffs.get(name, Backoff()), found.reason, now, rng)
+            self.avoided.setdefault(name, set()).update(failure.node for failure in found.failures)
+            told["retry_in_s"] = round(self.backoffs[name].until - now, 1)
+        for failure in found.failures[:1]:
+            told |= {"node": failure.node, "rank": failure.rank, "exit": failure.exit}
+        self.world.tell("warning", "replica_failed", **told)
+
+    def _note_ready(self, placed: Placed, now: float) -> None:
+        if placed.ready_at is None:
+            placed.ready_at = now
+            if not placed.adopted:
+                told = {"model": placed.model, "replica": placed.id, "nodes": ",".join(placed.nodes)}
+                self.world.tell("info", "replica_ready", **told, after_s=round(now - placed.made_at, 1))
+
+    # -- act -----------------------------------------------------------------------------------------------------------
+
+    def _pass(self, now: float, rng: Random) -> list[tuple[str, Command]]:
+        said: list[tuple[str, Command]] = []
+        for _ in range(ROUNDS):
+            before = self.world.changes
+            self._act(now, rng)
+            said += commands(self.world, now)
+            self._seen = before
+            if self.world.changes == before:
+                break
+            self._judge(now, rng)
+        if self._seen != self.world.changes:
+            self._due = now
+        return said
+
+    def _act(self, now: float, rng: Random) -> None:
+        self._due = math.inf
+        missing: dict[str, int] = {}
+        for name in self.models:
+            team = self.teams.get(name)
+            if team is None:
+                team = self.teams[name] = Team()
+            wanted = self.wanted(name)
+            for leave in leaves(self.world, team, wanted, self.because(name), self.settings.drain_grace_s, now):
+                self._leave(leave, team, now)
+            for old in team.moving:
+                self._due = min(self._due, old.ends_at)
+            self._recover(name, team, now)
+            count = places(team, wanted)
+            if wanted <= len(team.current):
+                self.unplaced.pop(name, None)
+            backoff = self.backoffs.get(name)
+            if count and backoff is not None and backoff.waits(now):
+                self._due = min(self._due, backoff.until)
+            elif count:
+                missing[name] = count
+        for name in [name for name in self.teams if name not in self.models]:
+            for leave in leaves(self.world, self.teams[name], 0, "", self.settings.drain_grace_s, now):
+                self._leave(leave, self.teams[name], now)
+        # What each model must have comes before what the load asks for.
+        for at_least in (True, False):
+            for name, count in missing.items():
+                self._place(self.models[name], self.teams[name], count, at_least, now, rng)
+        self._tell_drained()
+
+    def _leave(self, leave: Leave, team: Team, now: float) -> None:
+        placed = leave.placed
+        told: dict[str, object] = {"model": placed.model, "replica": placed.id, "reason": leave.reason}
+        if leave.forced:
+            told["no_replacement"] = telling.why_no_replacement(self, placed.model, team, now)
+            self.world.tell("warning", "drain_grace_over", **told)
+        else:
+            self.world.tell("info", "replica_leaves", **told, drain_s=round(leave.drain_s, 1))
+        if leave.drain_s > 0:
+            self.world.stop(placed, leave.reason, now, leave.drain_s)
+        else:
+            self.world.give_up(placed, leave.reason, now)
+        team.ending.append(placed)
+
+    def _recover(self, name: str, team: Team, now: float) -> None:
+        """A model that has served for a while may forget its failures."""
+        if name not in self.backoffs:
+            return
+        ready = (self.world.replicas[each].ready_at for each in team.serving)
+        steady_at = min((at + STEADY_S for at in ready if at is not None), default=math.inf)
+        if now >= steady_at:
+            self.backoffs.pop(name, None)
+            self.avoided.pop(name, None)
+        else:
+            self._due = min(self._due, steady_at)
+
+    def _place(self, model: Model, team: Team, count: int, at_least: bool, now: float, rng: Random) -> None:
+        name = model.name
+        if at_least:
+            count = min(count, max(1, model.scaling.min_replicas) - len(team.current))
+        else:
+            count = min(count, places(team, self.wanted(name)))
+        for _ in range(count):
+            placement = self._plan.rooms.place(model, avoid=self.avoided.get(name, ()))
+            if placement is None:
+                self._note_unplaced(model, team, now)
+                return
+            placed = make(self.world, model, placement, now, rng)
+            self.world.book(placed)
+            team.current.append(placed)
+            told = {"model": name, "replica": placed.id, "nodes": ",".join(placed.nodes)}
+            self.world.tell("info", "replica_placed", **told, profile=placed.profile.name, fabric=placement.fabric)
+        if count > 0 and not places(team, self.wanted(name)):
+            self.unplaced.pop(name, None)
+
+    def _note_unplaced(self, model: Model, team: Team, now: float) -> None:
+        for old in may_make_way(team):
+            if self._fits_without(model, old.placed):
+                reason = f"{old.reason}, and there is no room for both"
+                self._leave(Leave(old.placed, reason, self.settings.drain_grace_s), team, now)
+                team.changed.remove(old)
+                team.serving.discard(old.placed.id)
+                return
+        before = self.unplaced.get(model.name)
+        if any(placed.stage != "running" for placed in self.world.replicas.values()):
+            self.unplaced[model.name] = before or ""
+        elif not before:
+            reason = telling.summary(self._plan.rooms.explain(model, avoid=self.avoided.get(model.name, ())))
+            self.unplaced[model.name] = reason
+            wanted = self.wanted(model.name)
+            self.world.tell("warning", "no_place", model=model.name, wanted=wanted, reason=reason)
+
+    def _fits_without(self, model: Model, placed: Placed) -> bool:
+        """Whether one more would have a place if `placed` were gone."""
+        nodes = [self.world.nodes[name] for name in dict.fromkeys(placed.nodes)]
+        for node in nodes:
+            self._plan.rooms.set(spot_of(node, without=placed.id))
+        avoid = self.avoided.get(model.name, ())
+        fits = any(self._plan.rooms.find(profile, avoid) is not None for profile in by_priority(model.profiles))
+        for node in nodes:
+            self._plan.rooms.set(spot_of(node))
+        return fits
+
+    def _tell_drained(self) -> None:
+        for name, node in self.world.nodes.items():
+            if node.draining_since is None:
+                self._drained.discard(name)
+            elif name not in self._drained and node.state == "ready" and not any(shards_on(node)):
+                self._drained.add(name)
+                self.world.tell("info", "node_drained", node=name)

@@ -1,0 +1,132 @@
+"""Sentences on where a model stands: for the clients that wait for it, for operators, and for the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from appliance.rules.fleet.actions import Why
+from appliance.rules.fleet.keeping import Team, places
+from appliance.rules.fleet.members import Placed
+from appliance.rules.fleet.reports import phase, since
+from appliance.rules.fleet.rooming import spot_of
+from appliance.rules.placement.rooms import Rooms
+from appliance.rules.placement.spots import Rejection
+
+if TYPE_CHECKING:
+    from appliance.rules.fleet.reconcile import Fleet
+
+TOLD = 3
+"""How many reasons a sentence names."""
+
+
+def progress(fleet: Fleet, name: str, now: float) -> str:
+    """How far a model is that does not serve and soon may, "" for one that waiting does not help."""
+    if fleet.overrides.get(name) == 0:
+        return ""
+    running = [placed for placed in fleet.world.replicas.values() if placed.model == name and placed.stage == "running"]
+    starting = [placed for placed in running if not placed.broken and phase(fleet.world, placed) != "stopping"]
+    if starting:
+        first = min(starting, key=lambda placed: placed.made_at)
+        return _starting(fleet, first, now)
+    if not fleet.settled:
+        return _settling(fleet, now)
+    backoff = fleet.backoffs.get(name)
+    if (backoff is not None and backoff.waits(now)) or fleet.unplaced.get(name):
+        return ""
+    if name in fleet.unplaced:
+        return "it waits for room that another replica is leaving"
+    return "it is about to be started"
+
+
+def hindrance(fleet: Fleet, name: str, now: float) -> str:
+    """Why waiting for a model does not help, "" when it does."""
+    if progress(fleet, name, now):
+        return ""
+    if fleet.overrides.get(name) == 0:
+        return "an operator has stopped it"
+    return _missing(fleet, name, now)
+
+
+def explain(fleet: Fleet, name: str, now: float) -> Why:
+    """Where a model stands, and every reason against one more replica. Raises KeyError for one without profiles."""
+    model = fleet.models[name]
+    team = fleet.teams.get(name) or Team()
+    wanted = fleet.wanted(name)
+    rooms = Rooms(spot_of(node, now=now) for node in fleet.world.nodes.values())
+    backoff = fleet.backoffs.get(name)
+    missing = ""
+    if wanted > len(team.current):
+        missing = _missing(fleet, name, now) if fleet.settled else _settling(fleet, now)
+        if not missing and places(team, wanted) == 0:
+            missing = "a changed profile is rolled out one replica at a time"
+    return Why(
+        model=name,
+        wanted=wanted,
+        because=fleet.because(name),
+        serving=len(team.serving),
+        starting=sum(placed.id not in team.serving for placed in team.current),
+        leaving=len(team.ending),
+        missing=missing,
+        retry_in_s=max(0.0, backoff.until - now) if backoff is not None else 0.0,
+        rejections=rooms.explain(model, avoid=fleet.avoided.get(name, ())),
+        failures=fleet.failures.get(name, ()),
+    )
+
+
+def why_no_replacement(fleet: Fleet, name: str, team: Team, now: float) -> str:
+    """Why nothing has taken the place of a replica that must go now."""
+    for placed in team.current:
+        if placed.id not in team.serving:
+            return f"the replacement {placed.id} does not serve yet: {_starting(fleet, placed, now)}"
+    return _missing(fleet, name, now) or "there was no time to start one"
+
+
+def summary(rejections: Sequence[Rejection]) -> str:
+    """The first few reasons, and how many there are besides."""
+    if not rejections:
+        return "there is no node to run it on"
+    several = len({rejection.profile for rejection in rejections}) > 1
+    told = [
+        f"{rejection.profile + ' on ' if several else ''}{rejection.candidate}: {rejection.reason}"
+        for rejection in rejections[:TOLD]
+    ]
+    more = [f"and {len(rejections) - TOLD} more reasons"] if len(rejections) > TOLD else []
+    return "; ".join(told + more)
+
+
+def _missing(fleet: Fleet, name: str, now: float) -> str:
+    backoff = fleet.backoffs.get(name)
+    if backoff is not None and backoff.waits(now):
+        times = "once" if backoff.failures == 1 else f"{backoff.failures} times in a row"
+        return f"it failed {times}: {backoff.reason}; it is tried again in {_seconds(backoff.until - now)}"
+    if name in fleet.unplaced:
+        reason = fleet.unplaced[name]
+        return f"no node has room for it: {reason}" if reason else "it waits for room that another replica is leaving"
+    return ""
+
+
+def _settling(fleet: Fleet, now: float) -> str:
+    names = sorted(name for name, node in fleet.world.nodes.items() if node.state == "expected")
+    awaited = f"{', '.join(names[:TOLD])}{' and others' if len(names) > TOLD else ''}" if names else "its nodes"
+    return f"the control plane started {_seconds(now - fleet.started_at)} ago and waits for {awaited} to call"
+
+
+def _starting(fleet: Fleet, placed: Placed, now: float) -> str:
+    word = phase(fleet.world, placed)
+    where = " and ".join(placed.nodes) if len(placed.nodes) < TOLD else f"{len(placed.nodes)} nodes"
+    # One that was taken in from reports may have been in this state for longer than we know.
+    least = "at least " if placed.adopted else ""
+    what = {
+        "fetching": f"its weights are being fetched on {where}",
+        "loading": f"it is loading on {where}",
+        "ready": f"it is ready on {where} and gets its first requests",
+        "incomplete": f"a part of it runs on {where}, and the rest has not been heard of",
+    }.get(word, f"it is being started on {where}")
+    away = [name for name in placed.nodes if (node := fleet.world.nodes.get(name)) is None or not node.reachable]
+    gone = f" ({away[0]} is not connected)" if away else ""
+    return f"{what}, for {least}{_seconds(now - since(placed))}{gone}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{max(0.0, seconds):.0f} s"
