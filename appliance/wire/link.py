@@ -44,6 +44,7 @@ from wsproto.utilities import ProtocolError
 
 from ..facts import link as facts
 from ..facts.link import Message
+from .handshake import handshake_fault
 from .line import keep_alive_probes
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -234,8 +235,11 @@ def memory_links(peer: str = "this process") -> tuple[Link, Link]:
 class SocketLink:
     """A WebSocket on `stream`, upgraded already; `answer` and `call` make it. It owns the stream."""
 
-    def __init__(self, stream: trio.abc.Stream, websocket: WSConnection, peer: str) -> None:
+    def __init__(
+        self, stream: trio.abc.Stream, websocket: WSConnection, peer: str, most_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
         self.peer = peer
+        self._most_bytes = most_bytes
         self._stream = stream
         self._websocket = websocket
         self._turn = trio.StrictFIFOLock()
@@ -324,10 +328,9 @@ class SocketLink:
                 match event:
                     case BytesMessage() | TextMessage():
                         self._part += event.data.encode() if isinstance(event.data, str) else event.data
-                        if len(self._part) > MAX_MESSAGE_BYTES:
-                            self._break_off(
-                                CloseReason.MESSAGE_TOO_BIG, f"a message has more than {MAX_MESSAGE_BYTES} bytes"
-                            )
+                        if len(self._part) > self._most_bytes:
+                            why = f"a message has more than {self._most_bytes} bytes"
+                            self._break_off(CloseReason.MESSAGE_TOO_BIG, why)
                             return
                         if event.message_finished:
                             self._arrived.append(bytes(self._part))
@@ -388,9 +391,10 @@ class _Overheard:
         return self._context.wrap_bio(incoming, outgoing, **others)
 
 
-async def answer(stream: trio.abc.Stream, request: bytes, peer: str) -> SocketLink:
+async def answer(stream: trio.abc.Stream, request: bytes, peer: str, most_bytes: int = MAX_MESSAGE_BYTES) -> SocketLink:
     """Upgrade a connection of which `request` was read: the head of an HTTP request that asks for it, and what came
-    behind. The stream stays the caller's until this returns, then it is the link's. Raises LinkRefused."""
+    behind. No message of the peer may have more than `most_bytes`. The stream stays the caller's until this returns,
+    then it is the link's. Raises LinkRefused."""
     websocket = WSConnection(ConnectionType.SERVER)
     with _refused_by(peer):
         try:
@@ -400,7 +404,7 @@ async def answer(stream: trio.abc.Stream, request: bytes, peer: str) -> SocketLi
         if not isinstance(next(iter(websocket.events()), None), Request):
             raise LinkRefused(f"{peer}: it did not ask for a WebSocket")
         await stream.send_all(websocket.send(AcceptConnection()))
-    return SocketLink(stream, websocket, peer)
+    return SocketLink(stream, websocket, peer, most_bytes)
 
 
 @asynccontextmanager
@@ -492,14 +496,12 @@ def _by(error: BaseException) -> str:
 def _why(error: BaseException) -> str:
     """What a failed operation on a stream says to an operator. Trio wraps what TLS said."""
     cause = error.__cause__ or error
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        return f"TLS: the certificate is not accepted: {cause.verify_message}"
+    if isinstance(cause, BaseExceptionGroup):  # one per address that was tried
+        cause = cause.exceptions[0]
     if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return "TLS: it closed the connection in the middle"
+        return "it closed the connection in the middle"
     if isinstance(cause, ssl.SSLError):
-        return f"TLS: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
+        return handshake_fault(cause)
     if isinstance(cause, OSError):
-        # trio puts one error per address into a group
-        first = cause.__cause__.exceptions[0] if isinstance(cause.__cause__, BaseExceptionGroup) else cause
-        return getattr(first, "strerror", None) or str(first)
+        return cause.strerror or str(cause)
     return str(cause) or "the connection broke"
