@@ -18,6 +18,7 @@ from appliance.facts.hardware import GIB, Cpus, Disk, Fabric, Gpu, Inventory, Ra
 from appliance.facts.link import PROTOCOL, Forget, News, Register, Start, Stop
 from appliance.facts.report import Report, State
 from appliance.rules.fleet.actions import Event
+from appliance.rules.fleet.keeping import SURGE
 from appliance.rules.fleet.reconcile import Fleet
 from appliance.rules.fleet.rooming import shards_on
 from appliance.rules.fleet.world import World
@@ -168,6 +169,12 @@ class Scene:
         actions = self.fleet.step(self.demand, self.now, self.rng)
         self.events += actions.events
         self.again_at = actions.again_at
+        for event in actions.events:
+            if event.name == "replica_placed":
+                # Those that count, and one to roll out a change; those on drained nodes do not count.
+                team, wanted = self.fleet.teams[event.fields["model"]], self.fleet.wanted(event.fields["model"])
+                assert len(team.current) + len(team.changed) <= wanted + SURGE
+                assert len(team.current) <= wanted
         for name, command in actions.commands:
             if (agent := self.agents.get(name)) is not None and agent.connected:
                 agent.inbox.append(command)

@@ -22,7 +22,8 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.routing import BaseConverter
 
 from ..facts.errors import Refusal
-from . import control, documents, memory, tasks
+from ..store.failed import StoreFailed
+from . import control, documents, memory, onboarding, tasks
 from .answers import caller, json, number, refused
 from .running import Running
 
@@ -62,6 +63,7 @@ def make(running: Running) -> QuartTrio:
     _reads(app, running)
     _actions(app, running)
     control.add(app, running)
+    onboarding.add(app, running)
     _debugging(app)
     _errors(app)
     return app
@@ -168,6 +170,11 @@ def _errors(app: QuartTrio) -> None:
     @app.errorhandler(Refusal)
     async def no(refusal: Refusal) -> Response:
         return refused(refusal.status, refusal.code, refusal.message)
+
+    @app.errorhandler(StoreFailed)
+    async def store_failed(error: StoreFailed) -> Response:
+        log.error("the database failed", path=asked.path, reason=str(error))
+        return refused(503, "store_unavailable", str(error))
 
     @app.errorhandler(Exception)
     async def failed(error: Exception) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from quart import Response
 from quart import request as asked
 from quart_trio import QuartTrio
 
+from ..facts.catalog import Model
 from ..facts.errors import Refusal
 from . import fleet, placing
 from .answers import caller, caller_name, json, number, refused
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from ..control.plane import Plane
 
 MOST_LINES = 10_000
-MOST_REPLICAS = 1_000_000_000
 
 log = structlog.get_logger("admin")
 
@@ -68,7 +68,7 @@ def add(app: QuartTrio, running: Running) -> None:
     async def change_model(name: str, verb: str) -> Response:
         there = plane()
         model = placing.known_model(there, name)
-        count = _count(verb, asked.args.get("replicas", ""))
+        count = _count(verb, asked.args.get("replicas", ""), model)
         log.info(f"{verb} asked for", model=model.name, replicas=count, by_uid=caller())
         await there.scale(model.name, count, caller_name())
         return json(placing.scaled(there, model.name, time.monotonic()))
@@ -85,23 +85,37 @@ def add(app: QuartTrio, running: Running) -> None:
         rank, lines, follow = number("rank", 0, 9999, 0), number("lines", 0, MOST_LINES, 200), number("follow", 0, 1, 0)
         if rank is None or lines is None or follow is None:
             return refused(400, "bad_query", f"rank, lines (at most {MOST_LINES}): expected numbers; follow: 0 or 1")
-        answer = Response(
-            _lines(plane(), replica, rank, lines, follow=bool(follow)), content_type="application/x-ndjson"
-        )
+        there = plane()
+        pieces = there.log(replica, rank, lines, bool(follow))
+        first: Sequence[str] | None = ()
+        if replica not in there.world.replicas:
+            # One that was given up may have left a log with its node; of any other the answer is no, and comes at once.
+            try:
+                first = await anext(pieces, None)
+            except Refusal as refusal:
+                if refusal.code != "replica_not_found":
+                    raise
+                message = fleet.unknown("replica", replica, there.world.replicas)
+                raise Refusal(404, "replica_not_found", message) from None
+        answer = Response(_lines(replica, rank, first, pieces), content_type="application/x-ndjson")
         answer.timeout = None  # a follow lasts as long as somebody reads; when they leave, the request is cancelled
         return answer
 
 
-async def _lines(plane: Plane, replica: str, rank: int, lines: int, *, follow: bool) -> AsyncIterator[bytes]:
-    """One document a line: pieces of the log as they come, and at last how it ended."""
+async def _lines(
+    replica: str, rank: int, first: Sequence[str] | None, pieces: AsyncGenerator[Sequence[str], None]
+) -> AsyncIterator[bytes]:
+    """One document a line: pieces of the log as they come, and at last how it ended. `first` None: there are none."""
     yield _line({"replica": replica, "rank": rank})
     reason = ""
-    try:
-        async with aclosing(plane.log(replica, rank, lines, follow)) as pieces:
+    async with aclosing(pieces):
+        if first:
+            yield _line({"lines": list(first)})
+        try:
             async for piece in pieces:
                 yield _line({"lines": list(piece)})
-    except Refusal as refusal:
-        reason = refusal.message
+        except Refusal as refusal:
+            reason = refusal.message
     yield _line({"ended": reason})
 
 
@@ -109,11 +123,13 @@ def _line(document: dict[str, Any]) -> bytes:
     return msgspec.json.encode(document) + b"\n"
 
 
-def _count(verb: str, text: str) -> int | None:
+def _count(verb: str, text: str, model: Model) -> int | None:
     """How many replicas a verb means; None leaves it to the settings and the load. Raises Refusal."""
     if verb == "stop":
         return 0
-    if verb == "start" or text == "auto":
+    if verb == "start":
+        return None if model.scaling.min_replicas else 1  # left to itself it would stay at zero until it is asked for
+    if text == "auto":
         return None
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         raise Refusal(400, "bad_replicas", "replicas: expected a number or auto")

@@ -17,9 +17,11 @@ import attrs
 from ..facts.errors import Refusal
 from ..facts.hardware import Inventory
 from ..facts.replica import Shard
-from ..facts.report import Report, State
+from ..facts.report import Report
 from ..rules.fleet.actions import Why
 from ..rules.fleet.members import Node, NodeState, Placed
+from ..rules.fleet.reports import phase, since
+from ..rules.fleet.rooming import shards_on, spot_of
 from ..rules.fleet.world import World
 from ..rules.placement import fit
 from .span import span
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 Document = dict[str, Any]
 NODE_STATES = get_args(NodeState)
-STATES: tuple[State, ...] = get_args(State)
 CLOCK_OFF_S = 5.0
 """A clock that is off by more makes certificates and log times hard to trust, so it is told."""
 MOST_NAMES = 20
@@ -53,8 +54,8 @@ async def node(plane: Plane, name: str, now: float) -> Document:
 
 
 def _node(plane: Plane, node: Node, cordons: Mapping[str, Any], now: float) -> Document:
-    inventory, taken, cordon = node.inventory, taken_on(node), cordons.get(node.name)
-    replicas = running_on(node)
+    inventory, taken, cordon = node.inventory, spot_of(node).taken, cordons.get(node.name)
+    shards = list(shards_on(node))
     grace_s = plane.fleet.settings.drain_grace_s
     draining = node.draining_since is not None
     return {
@@ -81,8 +82,8 @@ def _node(plane: Plane, node: Node, cordons: Mapping[str, Any], now: float) -> D
             {"name": fabric.name, "transport": fabric.transport, "rate_gbps": fabric.rate_gbps or None}
             for fabric in inventory.fabrics
         ],
-        "replicas": replicas,
-        "shards": len(list(_shards_on(node))),
+        "replicas": sorted({shard.replica for shard in shards}),
+        "shards": len(shards),
         "ports": list(node.port_range),
         "troubles": list(_node_troubles(plane, node, now)),
         "inventory": attrs.asdict(inventory),
@@ -136,26 +137,6 @@ def _node_troubles(plane: Plane, node: Node, now: float) -> Iterator[str]:
         yield f"its clock is {span(abs(node.clock_off_s))} {ahead} this machine's: set both by NTP"
     if node.inventory.partial:
         yield f"its hardware could not be read as a whole: {'; '.join(node.inventory.notes) or 'its log says why'}"
-
-
-def _shards_on(node: Node) -> Iterator[Shard]:
-    """What runs there, and what is booked and was not reported yet."""
-    for report in node.reports.values():
-        if not report.ended:
-            yield report.shard
-    for shard_id, shard in node.booked.items():
-        if shard_id not in node.reports:
-            yield shard
-
-
-def taken_on(node: Node) -> dict[str, str]:
-    """Which replica has which of its GPUs."""
-    return {gpu: shard.replica for shard in _shards_on(node) for gpu in shard.gpus}
-
-
-def running_on(node: Node) -> list[str]:
-    """Ids of the replicas that have a part there."""
-    return sorted({shard.replica for shard in _shards_on(node)})
 
 
 def known_node(plane: Plane, name: str) -> Node:
@@ -239,7 +220,6 @@ def failures(why: Why, now: float) -> list[Document]:
 
 def _replica(world: World, placed: Placed, now: float) -> Document:
     shards = [_shard(world, placed, rank, shard, now) for rank, shard in sorted(placed.shards.items())]
-    state, since = whole(world, placed)
     leader = placed.shards.get(0)
     first = next(iter(placed.shards.values()), None)
     report = _report(world, leader) if leader else None
@@ -248,9 +228,9 @@ def _replica(world: World, placed: Placed, now: float) -> Document:
         "model": placed.model,
         "profile": placed.profile.name,
         "engine": placed.profile.engine,
-        "state": state,
+        "state": phase(world, placed),
         "why": _why_replica(world, placed, now),
-        "since": _wall(since, now),
+        "since": _wall(since(placed), now),
         "url": report.url if report else "",
         "nodes": list(placed.nodes),
         "gpu_class": first.gpu_class if first else "",
@@ -288,28 +268,6 @@ def _index(inventory: Inventory, uuid: str) -> int | str:
     return uuid if gpu is None else gpu.index
 
 
-def whole(world: World, placed: Placed) -> tuple[str, float]:
-    """The state of a replica as a whole, and since when: that of the shard that is least far, but for an end."""
-    states = [_state(world, placed, rank) for rank in range(placed.profile.nodes)]
-    if placed.stage == "stopping":
-        return "draining", placed.stage_at
-    if placed.stage == "over":
-        return "failed" if any(state == "failed" for state, _ in states) else "stopping", placed.stage_at
-    for word in ("failed", "stopped", "stopping", *STATES):
-        those = [since for state, since in states if state == word]
-        if those:
-            return word, max(those)
-    return "starting", placed.made_at
-
-
-def _state(world: World, placed: Placed, rank: int) -> tuple[str, float]:
-    shard = placed.shards.get(rank)
-    report = _report(world, shard) if shard else None
-    if report is None:
-        return "starting", placed.made_at
-    return report.state, placed.states.get(rank, ("", placed.made_at))[1]
-
-
 def _why_replica(world: World, placed: Placed, now: float) -> str:
     told = []
     if placed.stage != "running":
@@ -345,7 +303,7 @@ def replica_states(plane: Plane) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {name: {"ready": 0} for name in sorted(plane.fleet.models)}
     for placed in plane.world.replicas.values():
         states = found.setdefault(placed.model, {"ready": 0})
-        state, _ = whole(plane.world, placed)
+        state = phase(plane.world, placed)
         states[state] = states.get(state, 0) + 1
     return found
 

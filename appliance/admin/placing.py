@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..facts.catalog import Model, Profile
 from ..facts.errors import Refusal
 from ..rules.fleet.actions import Why
+from ..rules.fleet.rooming import spot_of
 from ..rules.placement import fit
 from ..rules.placement.rooms import Rooms, by_priority
 from ..rules.placement.spots import Placement
@@ -29,20 +30,27 @@ def of_model(plane: Plane, name: str, now: float) -> Document | None:
         "leaving": why.leaving,
         "at_zero": why.wanted == 0,
         "because": why.because,
-        "why": why.missing,
+        "why": _why(plane, why, now),
         "again_s": why.retry_in_s or None,
         "states": replica_states(plane)[name],
     }
+
+
+def _why(plane: Plane, why: Why, now: float) -> str:
+    """Why it does not serve, or not as often as is wanted; how far it is where it is on its way."""
+    if why.wanted == 0:
+        return "" if plane.fleet.overrides.get(why.model) is None else "an operator has stopped it"
+    return why.missing if why.serving else plane.fleet.waking(now).get(why.model) or why.missing
 
 
 def placement(plane: Plane, name: str, now: float) -> Document:
     """`/placement/{model}`. Raises Refusal."""
     model = known_model(plane, name)
     why = plane.fleet.explain(model.name, now)
-    rooms = plane.fleet.rooms(now)
-    avoid = plane.fleet.avoided(model.name, now)
+    rooms = Rooms(spot_of(node, now=now) for node in plane.world.nodes.values())
+    avoid = plane.fleet.avoided.get(model.name, ())
     reasons: dict[str, list[Document]] = {}
-    for each in rooms.explain(model, avoid=avoid):
+    for each in why.rejections:
         reasons.setdefault(each.profile, []).append({"candidate": each.candidate, "reason": each.reason})
     return {
         "model": model.name,
@@ -54,13 +62,20 @@ def placement(plane: Plane, name: str, now: float) -> Document:
         "ready": why.serving,
         "starting": why.starting,
         "replicas": [each for each in replicas(plane, now)["replicas"] if each["model"] == model.name],
-        "missing": list(missing(plane, now, model.name)),
+        "missing": [{**each, "reason": _short(plane, each)} for each in missing(plane, now, model.name)],
         "failures": failures(why, now),
         "profiles": [
-            _profile(profile, rooms, rooms.find(profile, avoid), reasons.get(profile.name, []))
+            _profile(plane, profile, rooms.find(profile, avoid), reasons.get(profile.name, []))
             for profile in by_priority(model.profiles)
         ],
     }
+
+
+def _short(plane: Plane, absent: Document) -> str:
+    """Why one is missing, without what speaks against each node: that stands with the profiles."""
+    reason: str = absent["reason"]
+    unplaced = plane.fleet.unplaced.get(absent["model"])
+    return reason.removesuffix(f": {unplaced}") if unplaced else reason
 
 
 def _state(why: Why) -> str:
@@ -80,14 +95,14 @@ def _told(why: Why) -> list[str]:
     return [", ".join(parts) + "."]
 
 
-def _profile(profile: Profile, rooms: Rooms, place: Placement | None, against: list[Document]) -> Document:
+def _profile(plane: Plane, profile: Profile, place: Placement | None, against: list[Document]) -> Document:
     return {
         "name": profile.name,
         "priority": profile.priority,
         "engine": profile.engine,
         "needs": needs(profile),
         "place": None if place is None else _place(place),
-        "told": "it fits nowhere now" if place is None else f"one more would go to {_where(place)}",
+        "told": "it fits nowhere now" if place is None else f"one more would go to {_where(plane, place)}",
         "rejections": against,
     }
 
@@ -108,9 +123,13 @@ def _place(place: Placement) -> Document:
     }
 
 
-def _where(place: Placement) -> str:
-    seats = ", ".join(f"{seat.node}{f' ({len(seat.gpus)} GPUs)' if seat.gpus else ''}" for seat in place.seats)
-    return f"{seats} on fabric {place.fabric}" if place.fabric else seats
+def _where(plane: Plane, place: Placement) -> str:
+    seats = []
+    for seat in place.seats:
+        inventory = plane.world.nodes[seat.node].inventory
+        gpus = ", ".join(str(gpu.index) for gpu in inventory.gpus if gpu.uuid in seat.gpus)
+        seats.append(f"{seat.node} (GPU{'s' if len(seat.gpus) > 1 else ''} {gpus})" if gpus else seat.node)
+    return ", ".join(seats) + (f" on fabric {place.fabric}" if place.fabric else "")
 
 
 def known_model(plane: Plane, name: str) -> Model:
@@ -124,6 +143,8 @@ def known_model(plane: Plane, name: str) -> Model:
 
 def scaled(plane: Plane, name: str, now: float) -> Document:
     """The answer to a start, a stop or a scale: what is wanted now."""
-    why = plane.fleet.explain(name, now)
-    wanted = f"{why.wanted} replica{'' if why.wanted == 1 else 's'}"
-    return {"model": name, "wanted": why.wanted, "told": [f"{name}: {wanted} wanted now: {why.because}"]}
+    wanted, because = plane.fleet.wanted(name), plane.fleet.because(name)
+    told = [f"{name}: {wanted} replica{'' if wanted == 1 else 's'} wanted now: {because}"]
+    if name in plane.fleet.overrides:
+        told.append(f"this holds until 'ctl models scale {name} auto' or a restart of the router")
+    return {"model": name, "wanted": wanted, "told": told}

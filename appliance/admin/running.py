@@ -10,6 +10,7 @@ import attrs
 from ..gateway.service import Gateway
 
 if TYPE_CHECKING:
+    from ..control.joining import Joining
     from ..control.plane import Plane
 
 
@@ -19,7 +20,8 @@ class Running:
 
     `listen` are the door's addresses as URLs, `loopback` tells whether nobody outside this machine reaches them, `keys`
     whether the door asks for keys. `configuration` gives the document of `/config`. `reload` takes the configuration as
-    it is now and answers with "" or with why not. `plane` gives the control plane, None while no model has a profile.
+    it is now and answers with "" or with why not. `plane` gives the control plane, None while no model has a profile;
+    `joining` who may become a node, None while there is no control plane or 'ctl init' was not run.
     """
 
     gateway: Gateway
@@ -34,3 +36,4 @@ class Running:
     configuration: Callable[[], dict[str, Any]]
     reload: Callable[[], str]
     plane: Callable[[], Plane | None] = lambda: None
+    joining: Callable[[], Joining | None] = lambda: None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 
 class StoreFailed(Exception):
     """The database cannot be opened, read or written. Nothing of what was asked for has been done."""
@@ -11,6 +9,8 @@ class StoreFailed(Exception):
 
 def explain(path: str, error: Exception) -> StoreFailed:
     """What SQLite or the file system said of the database at `path`, and what to do about it."""
+    import sqlite3  # here: the management API of a router without a database catches StoreFailed too
+
     code = getattr(error, "sqlite_errorcode", None)
     primary = code & 0xFF if isinstance(code, int) else None
     if primary == sqlite3.SQLITE_FULL:

@@ -134,10 +134,11 @@ def _models() -> Iterator[Finding]:
     found = ask("models")["models"]
     fine = True
     for entry in found:
-        placed = entry["replicas"] or {"at_zero": False, "why": ""}
+        placed = entry["replicas"] or {"at_zero": False, "why": "", "starting": 0}
         if placed["why"]:
             fine = False
-            yield Finding("model", "warning" if entry["ready"] else "failed", f"{entry['name']}: {placed['why']}")
+            serious = not entry["ready"] and not placed["at_zero"] and not placed["starting"]
+            yield Finding("model", "failed" if serious else "warning", f"{entry['name']}: {placed['why']}")
         elif not entry["ready"] and not placed["at_zero"]:
             fine = False
             yield Finding("model", "failed", entry["why"])
