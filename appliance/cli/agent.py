@@ -20,6 +20,7 @@ from ..agent.discovery.gpus import GpuProbe
 from ..agent.discovery.inventory import gather
 from ..agent.discovery.writing import BadInventory, to_json, to_lines
 from . import logs
+from .agent_join import join
 from .agent_tree import AgentTree, place
 from .config import ConfigError, Loaded, changes, keep_fixed, load
 from .listening import raise_open_files
@@ -65,6 +66,9 @@ def agent(ctx: click.Context, config: str | None) -> int:
         click.echo(f"appliance agent: {error}", err=True)
         return 1
     return 0
+
+
+agent.add_command(join)
 
 
 @agent.command()

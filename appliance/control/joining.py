@@ -77,7 +77,8 @@ class Invitation:
 
 
 class Joining:
-    """Tokens and certificates of nodes. `listen` is where agents call; whoever opens port 0 sets it anew.
+    """Tokens and certificates of nodes. `listen` is where agents call; whoever opens port 0 sets it anew. `revoked` is
+    called with the name of a node that was thrown out, so that its link ends.
 
     `clock` gives seconds since 1970, `steady` seconds that never go back.
     """
@@ -92,6 +93,7 @@ class Joining:
     ) -> None:
         self.authority = authority
         self.listen = tuple(listen)
+        self.revoked: Callable[[str], None] = lambda node: None
         self._store = store
         self._clock = clock
         self._steady = steady
@@ -217,7 +219,7 @@ class Joining:
 
     async def revoke(self, node: str, by: str) -> list[str]:
         """Take back every certificate of `node` and its open tokens; serials of the certificates that were good until
-        now. Its link is the caller's to end. Raises Refusal, StoreFailed."""
+        now. Raises Refusal, StoreFailed."""
         now = self._clock()
         known = {document["name"]: document["state"] for document in await self.nodes()}
         if node not in known:
@@ -227,6 +229,7 @@ class Joining:
             )
         revoked = await self._store.revoke(node, by, now)
         log.info("node revoked", node=node, by=by, certificates=len(revoked))
+        self.revoked(node)
         return [each.serial for each in revoked if now < each.not_after]
 
     async def _host(self, now: float) -> str:

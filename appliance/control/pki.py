@@ -173,10 +173,7 @@ def create(papers: Papers, now: float) -> Authority:
     """A new root in a folder that has none. Raises PkiFailed."""
     for file in (papers.root_key, papers.root):
         if os.path.lexists(file):
-            raise PkiFailed(
-                f"{file} is there already; nothing was changed. To begin anew, after which every node must join"
-                f" again, move {papers.folder} away first"
-            )
+            raise taken(papers, file)
     raw = certificates.new_key()
     key = certificates.load_key(raw)
     public = key.public_key()
@@ -198,6 +195,14 @@ def create(papers: Papers, now: float) -> Authority:
     except OSError as error:
         raise _unwritable(error, papers) from None
     return Authority(papers, certificate, key, pem)
+
+
+def taken(papers: Papers, file: str) -> PkiFailed:
+    """Why no root is made where `file` of one is there."""
+    return PkiFailed(
+        f"{file} is there already; nothing was changed. To begin anew, after which every node must join again, move"
+        f" {papers.folder} away first"
+    )
 
 
 def load(papers: Papers, now: float) -> Authority:

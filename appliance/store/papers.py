@@ -63,13 +63,14 @@ class Papers:
         return os.path.lexists(self.node) and os.path.lexists(self.node_key)
 
 
-def make_folder(path: str) -> None:
-    """The folder, for its owner and group alone, made with its parents where it is missing. Raises OSError."""
+def make_folder(path: str, mode: int = 0o750) -> None:
+    """The folder, by itself for its owner and group alone, made with its parents where it is missing. Raises
+    OSError."""
     parent = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(parent):
-        make_folder(parent)
+        make_folder(parent, mode)
     with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o750)
+        os.mkdir(path, mode)
         _give(path, parent)
 
 

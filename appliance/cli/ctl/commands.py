@@ -19,6 +19,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "drain": ("appliance.cli.ctl.drain:drain", "Move all that runs on a node elsewhere."),
     "logs": ("appliance.cli.ctl.logs:logs", "What an engine wrote last; -f goes on."),
     "audit": ("appliance.cli.ctl.audit:audit", "Who changed what."),
+    "init": ("appliance.cli.ctl.init:init", "Make a new cluster: certificates and a configuration."),
+    "node": ("appliance.cli.ctl.node:node", "Let a machine join, list who has, throw one out."),
     "bands": ("appliance.cli.ctl.bands:bands", "Who waits for a place, by priority."),
     "requests": ("appliance.cli.ctl.requests:requests", "Running and recent requests; cancel one."),
     "explain": ("appliance.cli.ctl.explain:explain", "Why a request, or a model's place, is as it is."),

@@ -1,0 +1,134 @@
+"""The two questions of a machine that joins: which root is yours, and will you sign this.
+
+The first connection believes nobody: it fetches the root, and a fingerprint that came by another way says whether it is
+the right one. The second believes that root alone; only over it goes the token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+from typing import Any
+
+from attrs import field, frozen
+
+from ..wire.certificates import BadPem, fingerprint
+from ..wire.handshake import handshake_fault
+from ..wire.tls import CONTROL_NAME
+
+ANSWER_S = 10.0
+ANSWER_BYTES = 65536
+
+
+class CannotJoin(Exception):
+    """The machine does not join; one line with the next step. `code` is the control plane's word, "" for ours."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@frozen
+class Control:
+    """Where the control plane answers."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@frozen
+class Given:
+    """What came of it, both in PEM."""
+
+    certificate: bytes = field(repr=False)
+    root: bytes = field(repr=False)
+
+
+def fetch_root(control: Control, expected: str) -> bytes:
+    """The cluster's root in PEM, which has the expected fingerprint. Raises CannotJoin."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    status, body = _ask(control, context, "GET", "/root", None)
+    try:
+        found = fingerprint(body) if status == 200 else ""
+    except BadPem:
+        found = ""
+    if not found:
+        raise CannotJoin(f"what answers at {control} is no control plane: look at --control")
+    if found != expected:
+        raise CannotJoin(
+            f"the control plane at {control} has the root {found}, and --root says {expected}: run 'appliance ctl node"
+            " add' there and the line that it prints here; if they still differ, something stands in between"
+        )
+    return body
+
+
+def ask_to_sign(control: Control, root: bytes, token: str, name: str, csr: str) -> Given:
+    """A certificate for `name`, from the control plane whose root this is. Raises CannotJoin."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(cadata=root.decode("ascii"))
+    body = json.dumps({"token": token, "name": name, "csr": csr}).encode("utf-8")
+    status, answer = _ask(control, context, "POST", "/join", body)
+    document: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        document = json.loads(answer)
+    if isinstance(document, dict):
+        match document:
+            case {"certificate": str(certificate), "root": str(given)} if status == 200:
+                return Given(certificate.encode("utf-8", "replace"), given.encode("utf-8", "replace"))
+            case {"error": {"message": str(message), "code": str(code)}}:
+                raise CannotJoin(f"the control plane at {control} says no ({code}): {message}", code)
+    raise CannotJoin(f"{control} answered with {status} and nothing that is understood; look at the log of its serve")
+
+
+class _Connection(http.client.HTTPSConnection):
+    """Asks for the name that every control plane bears, whatever address it is called at."""
+
+    def __init__(self, control: Control, context: ssl.SSLContext) -> None:
+        super().__init__(control.host, control.port, timeout=ANSWER_S, context=context)
+        self._control = control
+        self._tls = context
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self._control.host, self._control.port), self.timeout)
+        try:
+            self.sock = self._tls.wrap_socket(plain, server_hostname=CONTROL_NAME)
+        except BaseException:
+            plain.close()
+            raise
+
+
+def _ask(control: Control, context: ssl.SSLContext, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    connection = _Connection(control, context)
+    try:
+        headers = {"host": str(control), "content-type": "application/json"}
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(ANSWER_BYTES)
+    except ssl.SSLError as error:
+        raise CannotJoin(f"no TLS with {control}: {handshake_fault(error)}; look at --control") from None
+    except socket.gaierror:
+        raise CannotJoin(f"{control.host} is no host that this machine knows: look at --control") from None
+    except TimeoutError:
+        raise CannotJoin(
+            f"no answer from {control} within {ANSWER_S:.0f} s: is the port open in the firewalls between, and is"
+            " 'appliance serve' running there?"
+        ) from None
+    except http.client.HTTPException:
+        raise CannotJoin(f"what answers at {control} is no control plane: look at --control") from None
+    except OSError as error:
+        raise CannotJoin(
+            f"cannot reach {control}: {error.strerror or error}; is 'appliance serve' running there with a model that"
+            " has a profile, and was 'ctl init' run before it?"
+        ) from None
+    finally:
+        connection.close()
