@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.config import ConfigError, load, show, without_engines
+from appliance.cli.config import ConfigError, load, profiled, show, without_profiles
 from appliance.facts.catalog import Model, Profile
 
 PROFILE = "[[models]]\nname = 'm'\n[[models.profiles]]\nname = 'p'\nengine = 'sim'\n"
@@ -154,11 +154,13 @@ def test_one_program_can_be_given_by_the_environment(tmp_path: Path) -> None:
     assert loaded.settings.agent.executables == {"vllm": "/opt/vllm"}
 
 
-def test_a_router_refuses_profiles_by_name(tmp_path: Path) -> None:
+def test_what_holds_without_a_control_plane(tmp_path: Path) -> None:
     file = tmp_path / "appliance.toml"
-    file.write_text("[[models]]\nname = 'a'\n" + PROFILE)
-    with pytest.raises(ConfigError) as refused:
-        without_engines(load(file, {"HOME": str(tmp_path)}))
-    assert str(refused.value).startswith("models[1].profiles: serve starts no engines in this version")
-    file.write_text("[[models]]\nname = 'a'\n")
-    assert without_engines(load(file, {"HOME": str(tmp_path)})).settings.models == (Model("a"),)
+    file.write_text("[[models]]\nname = 'a'\naliases = ['x']\n" + PROFILE)
+    settings = load(file, {"HOME": str(tmp_path)}).settings
+    assert len(profiled(settings)) == 1
+    plain = without_profiles(settings)
+    assert profiled(plain) == ()
+    assert [(model.name, model.aliases) for model in plain.models] == [
+        (model.name, model.aliases) for model in settings.models
+    ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import attrs
@@ -41,17 +41,19 @@ class WholeReply(Reply, Answer, Protocol):
 
 @attrs.frozen
 class Offer:
-    """`descriptors` in the order that `about` tells; they stay open here."""
+    """`descriptors` in the order that `about` tells; they stay open here. `about` may hold keys of engines: it goes to
+    the other process and nowhere else."""
 
-    about: dict[str, Any]
+    about: dict[str, Any] = attrs.field(repr=False)
     descriptors: tuple[int, ...]
 
 
 class HandOver:
     """`offer` names the sockets, or raises a Refusal where this process must not be replaced in this way. `give_way`
-    makes this process stop listening; it is called once, and answers with what is told to the other one."""
+    makes this process stop listening, and returns within seconds; it is called once, and answers with what is told to
+    the other one."""
 
-    def __init__(self, offer: Callable[[], Offer], give_way: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, offer: Callable[[], Offer], give_way: Callable[[], Awaitable[dict[str, Any]]]) -> None:
         self._offer = offer
         self._give_way = give_way
         self._taker: Line | None = None
@@ -70,7 +72,7 @@ class HandOver:
         if head.path == DONE:
             if taker is not line:
                 raise Refusal(409, "takeover_refused", "ask with POST /takeover on the same connection first")
-            await reply.whole(200, msgspec.json.encode(self._give_way()))
+            await reply.whole(200, msgspec.json.encode(await self._give_way()))
             return
         if taker is not None and taker is not line:
             raise Refusal(409, "takeover_refused", "another process is taking over from this router at this moment")

@@ -19,7 +19,7 @@ from ..admin.site import AdminSite, Serve
 from ..door.accept import Listeners
 from ..door.buffers import Buffers
 from ..door.connection import Limits
-from .config import changes, show
+from .config import show
 from .listening import address_of
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Operations:
             draining=lambda: router.door.draining,
             configuration=lambda: configuration(router),
             reload=router.reload,
+            plane=lambda: router.plane,
         )
 
 
@@ -110,11 +111,10 @@ def configuration(router: Router) -> dict[str, Any]:
     """`/config`: what holds in the running process, and which changes in the file wait for a restart."""
     loaded = router.loaded
     effective = attrs.evolve(loaded, settings=router.settings)
-    _, waiting = changes(router.settings, loaded.settings)
     return {
         "file": os.path.abspath(loaded.file) if loaded.file else None,
         "values": [row._asdict() for row in show(effective)],
-        "needs_restart": list(waiting),
+        "needs_restart": list(router.waiting()),
     }
 
 

@@ -5,6 +5,7 @@ ground
 |- sweeper               every deadline of the road
 |- signals               first SIGTERM or SIGINT: staged stop; second: now; SIGHUP: reload
 |- watches               one task per endpoint
+|- control               only when a model has a profile (`plane.py`)
 |- metrics, admin        beside the road
 |- spans                 only with a collector; at a stop it delivers what is left
 '- door                  accept loops end first, connections get `drain_s`; its end is the end of all
@@ -40,7 +41,7 @@ from ..rules.scheduling.member import Member
 from ..wire.line import Poller
 from ..wire.tls import server_context
 from . import logs, takeover
-from .config import ConfigError, Loaded, changes, keep_fixed, load, without_engines
+from .config import ConfigError, Loaded, changes, keep_fixed, load, profiled, without_profiles
 from .listening import address_of, is_loopback, open_sockets, raise_open_files
 from .operations import Operations
 from .startfailed import StartFailed
@@ -48,7 +49,9 @@ from .supervisor import Passed, Supervisor, passed_sockets
 from .takeover import Taken
 
 if TYPE_CHECKING:
+    from ..control.plane import Plane
     from ..gateway.otlp import Exporter
+    from .plane import Control
 
 HEAR_S = 6.0
 """How long a router whose clients wait already lets endpoints say which models they serve before it accepts: a little
@@ -72,14 +75,17 @@ GC_THRESHOLDS = (50_000, 20, 100)
     help="Address of the door, instead of server.listen; may be repeated.",
 )
 @click.option(
+    "--with-agent", "with_agent", is_flag=True, help="Run an agent in this process too: models run on this machine."
+)
+@click.option(
     "--takeover", "take_over", is_flag=True, help="Take over from the router that runs here, without losing a request."
 )
-def serve(config: str | None, listen: tuple[str, ...], take_over: bool) -> int:
-    """Run the router: one endpoint in front of all engines."""
+def serve(config: str | None, listen: tuple[str, ...], with_agent: bool, take_over: bool) -> int:
+    """Run the router: one endpoint in front of all engines. It places models that have profiles on nodes."""
     arguments: dict[str, object] = {"server.listen": list(listen)} if listen else {}
 
     def read() -> Loaded:
-        return without_engines(load(config, os.environ, arguments=arguments))
+        return load(config, os.environ, arguments=arguments)
 
     try:
         supervisor, passed = Supervisor.of(os.environ), passed_sockets(os.environ)
@@ -91,7 +97,7 @@ def serve(config: str | None, listen: tuple[str, ...], take_over: bool) -> int:
                 "--takeover: a supervisor has passed the listening sockets already (LISTEN_FDS); leave it out"
             )
         taken = takeover.take(loaded.settings) if take_over else None
-        trio.run(Router(loaded, read, supervisor, passed, taken).run)
+        trio.run(Router(loaded, read, supervisor, passed, taken, with_agent=with_agent).run)
     except ConfigError as error:
         for fault in error.faults:
             click.echo(f"appliance serve: {fault}", err=True)
@@ -106,7 +112,7 @@ class Router:
     """All parts of one running router.
 
     `supervisor` hears how it is, `passed` are sockets that came with the start, `taken` those of a router that still
-    runs: then this one takes over from it.
+    runs: then this one takes over from it. `with_agent`: an agent runs in this process. Raises StartFailed.
     """
 
     def __init__(
@@ -116,6 +122,8 @@ class Router:
         supervisor: Supervisor | None = None,
         passed: Passed | None = None,
         taken: Taken | None = None,
+        *,
+        with_agent: bool = False,
     ) -> None:
         self.loaded = loaded
         self.settings = settings = loaded.settings
@@ -132,6 +140,7 @@ class Router:
         self.door.ready = self._serves_something
         self.listeners = Listeners(self.door, self.poller, self.sleepers, _limits(settings), self.buffers)
         self.operations = Operations(self)
+        self.control = self._control(with_agent)
         self.stop = trio.Event()
         self._stopping = False
         self._listening: tuple[Address, ...] = ()
@@ -157,10 +166,12 @@ class Router:
                 ground.start_soon(self._drop_stale, name="idle connections to engines")
                 ground.start_soon(self.listeners.watch_silence, name="silent clients")
                 self.watches = Watches(self.gateway, self.sleepers, ground)
-                self.watches.follow()
+                self._follow()
                 await ground.start(self._handle_signals, ground.cancel_scope, name="signals")
                 try:
                     await self._until_due()
+                    if self.control is not None:
+                        await ground.start(self.control.run, name="control")
                 except StartFailed as error:
                     failed = error  # out of a nursery it would come as a group
                 else:
@@ -191,8 +202,8 @@ class Router:
         return any(not _names_known(member) and member.up for member in self.gateway.table.members.values())
 
     def _serves_something(self) -> bool:
-        """Whether there is an endpoint that requests can be sent to, and a name to ask for it; or a model that a request
-        would have started."""
+        """Whether there is an endpoint that requests can be sent to, and a name to ask for it; or a model that is
+        started for whoever asks."""
         table = self.gateway.table
         return bool(table.waking) or any(_names_known(member) and member.up for member in table.members.values())
 
@@ -265,17 +276,24 @@ class Router:
             raise Refusal(409, "takeover_refused", why)
         if self.stop.is_set():
             raise Refusal(409, "takeover_refused", "it is stopping; start the new one without --takeover when it has")
-        about = {"door": len(self.sockets.door), "metrics": len(self.sockets.metrics)}
+        about = {
+            "door": len(self.sockets.door),
+            "metrics": len(self.sockets.metrics),
+            "replicas": self.gateway.published(),
+        }
         return Offer(about, self.sockets.descriptors())
 
-    def give_way(self) -> dict[str, Any]:
-        """Another process listens from now on. Running requests are finished here, however long they take."""
+    async def give_way(self) -> dict[str, Any]:
+        """Another process listens from now on, and another control plane decides. Running requests are finished here,
+        however long they take."""
         self.sockets.pass_on()
         self.listeners.shared = self.door.taken_over = self.door.draining = True
         self.operations.give_up()
         self.stop.set()
         running = len(self.gateway.books.live)
         log.info("another process has taken over, running requests are finished here", requests=running)
+        if self.control is not None:
+            await self.control.end()
         return {"requests": running}
 
     def reload(self) -> str:
@@ -285,6 +303,8 @@ class Router:
             live, fixed = changes(self.settings, loaded.settings)
             settings = keep_fixed(self.settings, loaded.settings)
             context = _context(settings)
+            if self.control is None:
+                settings = without_profiles(settings)
         except (ConfigError, StartFailed) as error:
             log.error("configuration refused, the old one goes on", reason="; ".join(str(error).splitlines()))
             return str(error)
@@ -292,15 +312,44 @@ class Router:
         self.loaded = loaded
         self.settings = settings
         self.gateway.configure(settings)
-        self.watches.follow()
+        self._follow()
         self._configure(settings, context)
+        if self.control is not None:
+            self.control.configure(settings)
         log.info("configuration reloaded", changed=",".join(live) or "nothing")
-        if fixed:
+        if fixed := (*fixed, *self._without_plane()):
             log.warning("some changes need a restart", keys=",".join(fixed))
         self._supervisor.ready()
         return ""
 
+    @property
+    def plane(self) -> Plane | None:
+        """The control plane while it runs; None where no model has a profile."""
+        return self.control.plane if self.control is not None else None
+
+    def waiting(self) -> tuple[str, ...]:
+        """Keys whose value in the file waits for a restart."""
+        _, fixed = changes(self.settings, self.loaded.settings)
+        return (*fixed, *self._without_plane())
+
     # -- small steps ---------------------------------------------------------------------------------------------------
+
+    def _control(self, with_agent: bool) -> Control | None:
+        """Who places models; None, and nothing of it imported, where no model has a profile."""
+        if not (with_agent or profiled(self.settings)):
+            return None
+        from .plane import Control
+
+        handed = self._taken.replicas if self._taken else None
+        return Control(self.settings, self.gateway, self._follow, with_agent=with_agent, handed=handed)
+
+    def _follow(self) -> None:
+        self.watches.follow()
+
+    def _without_plane(self) -> tuple[str, ...]:
+        """Profiles in the file that a router which began without one does not place."""
+        names = profiled(self.loaded.settings) if self.control is None else ()
+        return tuple(f"models.{name}.profiles" for name in names)
 
     def _configure(self, settings: Settings, context: ssl.SSLContext | None) -> None:
         server = settings.server
@@ -335,6 +384,7 @@ class Router:
             listen=",".join(self.urls),
             metrics=",".join(self.operations.metrics),
             admin=self.settings.server.admin_socket,
+            **({"agents": ",".join(self.control.addresses) or "this process"} if self.control is not None else {}),
             pid=os.getpid(),
         )
         if self._taken:

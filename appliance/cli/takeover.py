@@ -4,12 +4,16 @@
     connect to its admin socket, /takeover    ->   passes descriptors of its listening sockets and its lock
     match them with the configuration,
     start all parts, hear the endpoints            serves as before
-    /takeover/done                            ->   stops listening everywhere, drains without a bound
-    accept
+    /takeover/done                            ->   stops listening everywhere, ends its control plane and its agent,
+                                                   drains without a bound
+    start the control plane, accept
 
 The listening sockets are the same ones before, during and after: nobody who connects is refused or reset, and nobody is
 accepted twice. `SO_REUSEPORT` would give this process sockets of its own, and closing the old ones would reset
 whoever waits in their queues.
+
+There are never two control planes: the old one has ended before `/takeover/done` is answered. The replicas that it
+published come along with their keys, so that they serve until their agents have called here.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import msgspec
 from ..admin import sockets as unix
 from ..admin.handover import DONE, MOST_DESCRIPTORS, OFFER
 from ..admin.sockets import UnixSocket
+from ..facts.endpoint import Endpoint
 from ..facts.settings import Address, Settings
 from ..wire import head
 from . import statelock
@@ -42,10 +47,12 @@ class _BrokeOff(StartFailed):
 
 class Taken:
     """The running router's sockets, here; it still serves. `done` makes it stop listening, `close` without `done` ends
-    the takeover and changes nothing for it. `sockets` belongs to the caller; `pid` is the other process."""
+    the takeover and changes nothing for it. `sockets` belongs to the caller; `pid` is the other process, `replicas` are
+    those that its control plane has published."""
 
-    def __init__(self, link: socket.socket, sockets: Sockets, pid: int) -> None:
+    def __init__(self, link: socket.socket, sockets: Sockets, pid: int, replicas: tuple[Endpoint, ...] = ()) -> None:
         self.sockets = sockets
+        self.replicas = replicas
         self.pid = pid
         self.running = 0
         self._link = link
@@ -74,7 +81,7 @@ def take(settings: Settings) -> Taken:
     except BaseException:
         link.close()
         raise
-    return Taken(link, sockets, pid)
+    return Taken(link, sockets, pid, _replicas(about))
 
 
 def _connect(path: str, state_dir: str) -> socket.socket:
@@ -183,6 +190,14 @@ def _sorted(about: dict[str, Any], descriptors: list[int], settings: Settings) -
         sockets.close()
         raise
     return sockets
+
+
+def _replicas(about: dict[str, Any]) -> tuple[Endpoint, ...]:
+    """What another version says in another way is left out: the agents tell it all again."""
+    try:
+        return msgspec.convert(about.get("replicas", ()), tuple[Endpoint, ...])
+    except msgspec.ValidationError:
+        return ()
 
 
 def _arrange(have: Sequence[socket.socket], wanted: Sequence[Address], into: list[socket.socket], setting: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from appliance.cli.config.example_file import example
 from appliance.cli.config.folders import Places, places
-from appliance.cli.config.loaded import ConfigError, Loaded, admin_sockets, load, without_engines
+from appliance.cli.config.loaded import ConfigError, Loaded, admin_sockets, load
+from appliance.cli.config.placed import profiled, without_profiles
 from appliance.cli.config.reload import changes, keep_fixed
 from appliance.cli.config.rows import Row, show, toml_value
 
@@ -23,7 +24,8 @@ __all__ = [
     "keep_fixed",
     "load",
     "places",
+    "profiled",
     "show",
     "toml_value",
-    "without_engines",
+    "without_profiles",
 ]

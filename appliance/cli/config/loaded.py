@@ -77,15 +77,6 @@ def load(
     return Loaded(settings, origins, file)
 
 
-def without_engines(loaded: Loaded) -> Loaded:
-    """`loaded`, for a process that starts no engines. Raises `ConfigError` where it holds some."""
-    if any(model.profiles for model in loaded.settings.models):
-        from appliance.cli.config.profiles import without_a_control_plane
-
-        raise ConfigError(without_a_control_plane(loaded.settings))
-    return loaded
-
-
 def admin_sockets(
     path: str | os.PathLike[str] | None, environ: Mapping[str, str], *, uid: int | None = None
 ) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sequence
 from appliance.cli.config.quote import toml_value
 from appliance.facts.catalog import Model, Profile, Scaling
 from appliance.facts.errors import Fault
-from appliance.facts.settings import Settings
 from appliance.rules.engines.flags import owned_flags
 from appliance.rules.engines.plan import ENGINES
 from appliance.rules.engines.refuse import HUB_ID, arithmetic, variables
@@ -52,17 +51,3 @@ def _profile(path: str, profile: Profile) -> Iterator[Fault]:
         yield Fault(f"{path}.args", reason.removeprefix("args: "))
     for reason in variables(profile.env, engine):
         yield Fault(f"{path}.env", reason.removeprefix("env: "))
-
-
-def without_a_control_plane(settings: Settings) -> list[Fault]:
-    """Why a router cannot use these settings: it starts no engines, and a profile that it passed over in silence would
-    be a model that never comes up."""
-    return [
-        Fault(
-            f"models[{i}].profiles",
-            "serve starts no engines in this version: keep the profiles in the file of an 'appliance agent', and name"
-            " the engine's address here as one of [[endpoints]]",
-        )
-        for i, model in enumerate(settings.models)
-        if model.profiles
-    ]
