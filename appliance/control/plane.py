@@ -126,6 +126,10 @@ class Plane:
         for name, command in actions.commands:
             if (session := self.sessions.get(name)) is not None:
                 session.say(command)
+        for session in tuple(self.sessions.values()):
+            node = self.world.nodes.get(session.name)
+            if node is None or not node.connected:  # silent until it was given up: only a registration brings it back
+                self._part(session, "it has said nothing until it was taken for lost")
         self._published.say(self.fleet.endpoints(), self.fleet.waking(now))
         return actions.again_at
 

@@ -362,19 +362,33 @@ class SocketLink:
 async def shake_hands(tcp: trio.SocketStream, context: ssl.SSLContext, peer: str) -> trio.SSLStream[trio.SocketStream]:
     """The server's side of a TLS handshake. Where it fails the peer is told why, and LinkRefused is raised. The
     transport stays the caller's to close; no bound on the time is set here."""
-    overheard = _Overheard(context)
-    secure = trio.SSLStream(tcp, cast(ssl.SSLContext, overheard), server_side=True, https_compatible=True)
     with _refused_by(peer):
-        try:
-            await secure.do_handshake()
-        except trio.BrokenResourceError:
-            if alert := overheard.outgoing.read():
-                with trio.move_on_after(CLOSE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                    await tcp.send_all(alert)
-                    await tcp.send_eof()
-                    while await tcp.receive_some(_READ_BYTES):
-                        continue
-            raise
+        return await _secured(tcp, context, None)
+
+
+async def _secured(
+    tcp: trio.SocketStream, context: ssl.SSLContext, server: str | None
+) -> trio.SSLStream[trio.SocketStream]:
+    """TLS on a connection, as a client of `server` or, for None, as a server. Where the handshake fails the peer is
+    told why: a client that does not accept the server's certificate is known there by nothing else."""
+    overheard = _Overheard(context)
+    secure = trio.SSLStream(
+        tcp,
+        cast(ssl.SSLContext, overheard),
+        server_hostname=server,
+        server_side=server is None,
+        https_compatible=True,
+    )
+    try:
+        await secure.do_handshake()
+    except trio.BrokenResourceError:
+        if alert := overheard.outgoing.read():
+            with trio.move_on_after(CLOSE_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await tcp.send_all(alert)
+                await tcp.send_eof()
+                while await tcp.receive_some(_READ_BYTES):
+                    continue
+        raise
     return secure
 
 
@@ -436,11 +450,7 @@ async def _dial(url: str, context: ssl.SSLContext | None, dial_s: float, name: s
             keep_alive_probes(cast(socket.socket, tcp.socket))
             if parts.scheme == "wss":
                 stage = "TLS handshake"
-                secure = trio.SSLStream(
-                    tcp, context or ssl.create_default_context(), server_hostname=name or host, https_compatible=True
-                )
-                stream = secure
-                await secure.do_handshake()
+                stream = await _secured(tcp, context or ssl.create_default_context(), name or host)
             stage = "WebSocket upgrade"
             link = SocketLink(stream, await _upgrade(stream, peer), peer)
         stream = None
