@@ -1,4 +1,4 @@
-"""A caller with shards that only remember, and a control plane that is a test: each call it makes arrives as a `Line`."""
+"""A caller with shards that only remember, and a control plane that is the test: each call arrives as a `Line`."""
 
 from __future__ import annotations
 

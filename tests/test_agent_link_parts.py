@@ -18,7 +18,6 @@ from appliance.agent.following import Following
 from appliance.agent.redial import LASTED_S, LONGEST_S, REFUSED_LONGEST_S, REFUSED_S, Redial
 from appliance.agent.said import Said
 from appliance.facts.report import Report
-from appliance.store.papers import Papers
 from tests.agent_scene import NODE
 from tests.caller_scene import shard
 from tests.link_papers import DAY_S, Cluster

@@ -41,6 +41,7 @@ from .program import bundle, own_argv
 from .startfailed import StartFailed
 
 if TYPE_CHECKING:
+    from ..agent.credentials import Credentials
     from ..agent.link import Caller
     from ..wire.link import Link
 
@@ -221,10 +222,14 @@ class AgentTree:
         from ..agent.link import Caller
         from ..store.papers import Papers
 
-        credentials = Credentials(Papers.of(self.settings.state_dir)) if dial is None else None
+        credentials: Credentials | None = None
+        url = "this process"
+        if dial is None:
+            url, credentials = own.control_url, Credentials(Papers.of(self.settings.state_dir))
+            dial = secured(url, credentials)
         return Caller(
-            own.control_url if dial is None else "this process",
-            dial or _secured(own.control_url, credentials),
+            url,
+            dial,
             Standing(self.node, __version__, self._boot_id, (own.port_range[0], own.port_range[1])),
             self.shards,
             self.machine,
@@ -304,16 +309,14 @@ def within(attend: Callable[[Link], Awaitable[object]]) -> Dial:
     return dial
 
 
-def _secured(url: str, credentials: object) -> Dial:
+def secured(url: str, credentials: Credentials) -> Dial:
     """Calls over TLS, with the papers as they are at that moment."""
-    from ..agent.credentials import Credentials
-    from ..wire.link import call
-    from ..wire.tls import CONTROL_NAME
-
-    assert isinstance(credentials, Credentials)
 
     @asynccontextmanager
     async def dial() -> AsyncIterator[Link]:
+        from ..wire.link import call
+        from ..wire.tls import CONTROL_NAME
+
         context = await trio.to_thread.run_sync(credentials.context)
         async with call(url, context, name=CONTROL_NAME) as link:
             yield link
