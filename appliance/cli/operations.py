@@ -104,6 +104,7 @@ class Operations:
             configuration=lambda: configuration(router),
             reload=router.reload,
             plane=lambda: router.plane,
+            joining=lambda: None if router.plane is None else router.plane.joining,
         )
 
 
