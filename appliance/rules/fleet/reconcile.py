@@ -73,6 +73,7 @@ class Fleet:
         self._seen = -1
         self._due = -math.inf
         self._again_at = math.inf
+        self._stepped_at = started_at
         self._drained: set[str] = set()
         self._clashes: set[Clash] = set()
         self._endpoints: tuple[int, tuple[Endpoint, ...]] = (-1, ())
@@ -95,7 +96,8 @@ class Fleet:
     def step(self, demand: Mapping[str, Demand], now: float, rng: Random) -> Actions:
         """Look at everything and say what to do now. Whatever it says is to be done at once, in its order."""
         if now > self._again_at + STALL_S:
-            self.world.overslept(now - self._again_at, now)
+            self.world.overslept(now - self._stepped_at, now)
+        self._stepped_at = now
         due = expire(self.world, self.settings, now)
         said: list[tuple[str, Command]] = []
         if self._settle(now):
@@ -205,7 +207,7 @@ class Fleet:
         clashes = self._plan.renew(world)
         self._clashes = {each for each in self._clashes if {each.one, each.other} <= world.replicas.keys()}
         for clash in clashes:
-            if clash not in self._clashes:
+            if all((clash.one, clash.other) != (each.one, each.other) for each in self._clashes):
                 self._clashes.add(clash)
                 self._part(clash)
         coming = any(node.may_come for node in world.nodes.values())

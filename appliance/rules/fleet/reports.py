@@ -49,6 +49,8 @@ def serves(world: World, placed: Placed) -> bool:
 def trouble(world: World, placed: Placed, now: float) -> Trouble | None:
     """Why a running replica must be given up, None while it need not."""
     found = [(rank, node, report) for rank, node, report in reports_of(world, placed) if report and report.ended]
+    # The first to fail is the cause; the others lost their peer.
+    found.sort(key=lambda each: placed.states[each[0]][1] if each[0] in placed.states else now)
     failed = tuple(
         Failure(now, placed.id, placed.profile.name, node, rank, report.reason, report.exit, last_line(report))
         for rank, node, report in found

@@ -15,7 +15,7 @@ from appliance.rules.placement.spots import Spot
 
 @attrs.frozen
 class Clash:
-    """Two replicas that both have a GPU, as the agent or our own book says."""
+    """Two replicas that both have a GPU (this one, or more), as the agent or our own book says."""
 
     node: str
     gpu: str

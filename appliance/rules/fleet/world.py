@@ -175,7 +175,7 @@ class World:
         self._changed(node)
 
     def overslept(self, seconds: float, now: float) -> None:
-        """We ourselves did nothing for so long: a machine that was asleep has heard nobody, and nobody was silent."""
+        """We ourselves were held up for so long: who sleeps hears nobody, so that was no silence of theirs."""
         for node in self.nodes.values():
             if node.state != "lost":
                 node.heard_at = min(now, node.heard_at + seconds)
