@@ -262,15 +262,20 @@ async def test_revoking_takes_what_there_is_and_names_who_is_known(scene: Scene)
     assert refused.value.status == 404
 
 
-async def test_a_certificate_is_renewed_for_its_own_name_only(scene: Scene) -> None:
+async def test_a_certificate_is_renewed_for_its_own_name_while_it_is_good(scene: Scene) -> None:
     key = certificates.new_key()
-    renewed = await scene.joining.renew("node-a", certificates.signing_request(key, "node-a"))
+    csr = certificates.signing_request(key, "node-a")
+    assert "has no certificate that is good" in (await scene.joining.renew("node-a", csr)).reason
+    await scene.join(await scene.invited("node-a"), "node-a", csr)
+    renewed = await scene.joining.renew("node-a", csr)
     assert certificates.belong(key, renewed.certificate.encode())
-    assert [row.node for row in await scene.store.certificates()] == ["node-a"]
+    assert [row.node for row in await scene.store.certificates()] == ["node-a", "node-a"]
     refused = await scene.joining.renew("node-a", certificates.signing_request(key, "node-b"))
     assert refused.certificate == ""
     assert "node-b" in refused.reason
-    assert len(await scene.store.certificates()) == 1
+    await scene.joining.revoke("node-a", "root")
+    assert (await scene.joining.renew("node-a", csr)).certificate == ""
+    assert len(await scene.store.certificates()) == 2
 
 
 async def test_the_control_planes_own_certificate_is_renewed_before_it_ends(

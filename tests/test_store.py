@@ -113,12 +113,28 @@ async def test_revoking_takes_certificates_and_open_tokens_of_that_node_alone(st
     assert [each.good(T + 102) for each in await store.certificates("node-a")] == [False, True]
 
 
+async def joined(store: Store, node: str, serial: str, at: float = T) -> None:
+    await store.add_token(JoinToken(f"token-{serial}", node, at + 3600), "root", at)
+    assert await store.redeem(f"token-{serial}", certificate(node, serial, at), node)
+
+
 async def test_a_new_certificate_drops_those_of_the_node_that_are_over(store: Store) -> None:
-    await store.add_certificate(certificate("node-a", "1"), "node-a")
-    await store.add_certificate(certificate("node-b", "2"), "node-b")
-    await store.add_certificate(certificate("node-a", "3", T + YEAR + 1), "node-a")
-    assert [each.serial for each in await store.certificates()] == ["3", "2"]
+    await joined(store, "node-a", "1")
+    await joined(store, "node-b", "2")
+    assert await store.renew_certificate(certificate("node-a", "3", T + YEAR - 9), "node-a")
+    assert [each.serial for each in await store.certificates()] == ["1", "3", "2"]
+    assert await store.renew_certificate(certificate("node-a", "4", T + YEAR + 9), "node-a")
+    assert [each.serial for each in await store.certificates()] == ["3", "4", "2"]
     assert not certificate("node-a", "1").good(T + YEAR)
+
+
+async def test_only_who_has_a_good_certificate_gets_another(store: Store) -> None:
+    await joined(store, "node-a", "1")
+    assert not await store.renew_certificate(certificate("node-a", "2", T + YEAR), "node-a")
+    assert not await store.renew_certificate(certificate("node-b", "2"), "node-b")
+    await store.revoke("node-a", "root", T + 5)
+    assert not await store.renew_certificate(certificate("node-a", "2", T + 6), "node-a")
+    assert [each.serial for each in await store.certificates()] == ["1"]
 
 
 async def test_the_audit_is_read_newest_first_and_page_by_page(store: Store) -> None:
@@ -130,7 +146,7 @@ async def test_the_audit_is_read_newest_first_and_page_by_page(store: Store) -> 
 
 
 async def test_a_failing_write_leaves_nothing_of_itself(store: Store) -> None:
-    await store.add_certificate(certificate("node-a", "1"), "node-a")
+    await joined(store, "node-a", "1")
     await store.add_token(JoinToken("d1", "node-a", T + 3600), "root", T)
     with pytest.raises(StoreFailed):  # the serial is taken
         await store.redeem("d1", certificate("node-a", "1"), "node-a")

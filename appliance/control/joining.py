@@ -77,8 +77,7 @@ class Invitation:
 
 
 class Joining:
-    """Tokens and certificates of nodes. `listen` is where agents call; whoever opens port 0 sets it anew. `revoked` is
-    called with the name of a node that was thrown out, so that its link ends.
+    """Tokens and certificates of nodes. `listen` is where agents call; whoever opens port 0 sets it anew.
 
     `clock` gives seconds since 1970, `steady` seconds that never go back.
     """
@@ -93,7 +92,6 @@ class Joining:
     ) -> None:
         self.authority = authority
         self.listen = tuple(listen)
-        self.revoked: Callable[[str], None] = lambda node: None
         self._store = store
         self._clock = clock
         self._steady = steady
@@ -176,7 +174,8 @@ class Joining:
         """A new certificate for a node whose present one was verified and not revoked. Never raises."""
         try:
             signed = self.authority.sign_csr(csr, node, self._clock())
-            await self._store.add_certificate(signed.row, by=node)
+            if not await self._store.renew_certificate(signed.row, by=node):
+                return Renewed(reason=f"{node} has no certificate that is good and was given by this control plane")
         except CsrRefused as refused:
             return Renewed(reason=str(refused))
         except StoreFailed as failed:
@@ -219,7 +218,7 @@ class Joining:
 
     async def revoke(self, node: str, by: str) -> list[str]:
         """Take back every certificate of `node` and its open tokens; serials of the certificates that were good until
-        now. Raises Refusal, StoreFailed."""
+        now. Ending its link is the caller's. Raises Refusal, StoreFailed."""
         now = self._clock()
         known = {document["name"]: document["state"] for document in await self.nodes()}
         if node not in known:
@@ -229,7 +228,6 @@ class Joining:
             )
         revoked = await self._store.revoke(node, by, now)
         log.info("node revoked", node=node, by=by, certificates=len(revoked))
-        self.revoked(node)
         return [each.serial for each in revoked if now < each.not_after]
 
     async def _host(self, now: float) -> str:

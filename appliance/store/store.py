@@ -88,15 +88,23 @@ class Store:
 
         return await self._database.read(look)
 
-    async def add_certificate(self, certificate: Certificate, by: str) -> None:
-        """Note a certificate that was renewed; its time is `issued_at`. Those of the node that are over are dropped."""
+    async def renew_certificate(self, certificate: Certificate, by: str) -> bool:
+        """Note another certificate for a node that has a good one at `issued_at`. False: it has none any more, because
+        the node was thrown out meanwhile. Certificates of the node that are over are dropped."""
 
-        def work(connection: sqlite3.Connection) -> None:
+        def work(connection: sqlite3.Connection) -> bool:
+            good = connection.execute(
+                "SELECT 1 FROM certificates WHERE node = ? AND revoked_at IS NULL AND not_after > ?",
+                (certificate.node, certificate.issued_at),
+            ).fetchone()
+            if good is None:
+                return False
             _keep(connection, certificate)
             detail = f"serial {certificate.serial}"
             _note(connection, by, "renew certificate", certificate.node, detail, certificate.issued_at)
+            return True
 
-        await self._database.write(work)
+        return await self._database.write(work)
 
     async def revoke(self, node: str, by: str, at: float) -> tuple[Certificate, ...]:
         """Revoke every certificate of `node` and its open join tokens; those certificates that were good until now."""
