@@ -130,6 +130,10 @@ def test_nodes_to_avoid_are_tried_last() -> None:
     rooms = Rooms([spot("a"), spot("b"), spot("c")])
     assert nodes(rooms.place(model(profile(gpus=8, nodes=2)), avoid=["a"])) == ["b", "c"]
     assert nodes(rooms.place(model(profile(gpus=8)), avoid=["a"])) == ["a"]
+    rooms = Rooms([spot("a"), spot("b")])
+    assert nodes(rooms.find(profile(nodes=2), avoid=["a"])) == ["b", "a"]
+    assert nodes(rooms.find(profile(nodes=2))) == ["a", "b"]
+    assert nodes(rooms.find(profile(nodes=2), avoid=["a"])) == ["b", "a"]
 
 
 # -- several nodes -----------------------------------------------------------------------------------------------------
@@ -156,10 +160,16 @@ def test_a_replica_lands_on_each_fabric_and_the_third_nowhere() -> None:
     assert nodes(rooms.place(wide)) == ["a", "b"]
 
 
+def test_of_fabrics_the_emptiest_comes_before_the_fastest() -> None:
+    busy = [spot(name, fabrics=(fabric("fast", 400.0),), taken={0: "x"}) for name in "ab"]
+    idle = [spot(name, fabrics=(fabric("slow", 100.0),)) for name in "cde"]
+    assert nodes(Rooms([*busy, *idle]).place(model(profile(nodes=2)))) == ["c", "d"]
+
+
 def test_of_equally_empty_fabrics_the_fastest_and_then_the_smallest_is_taken() -> None:
     slow, fast = fabric("slow", 100.0), fabric("fast", 400.0)
     both = [spot(name, fabrics=(slow, fast)) for name in "ab"]
-    placed = Rooms([*both, spot("c", fabrics=(slow,))]).place(model(profile(nodes=2)))
+    placed = Rooms([*both, spot("c", fabrics=(fast,))]).place(model(profile(nodes=2)))
     assert placed is not None and placed.fabric == "fast"
     larger = [spot(name, fabrics="ib-1") for name in "abc"]
     assert nodes(Rooms([*larger, *(spot(name, fabrics="ib-2") for name in "de")]).place(model(profile(nodes=2)))) == [

@@ -4,7 +4,7 @@ What must never happen cannot be written here. Nodes are sorted by fabric before
 several nodes is taken from the shelf of one fabric and one class, so that no code ever holds nodes of two. A GPU that
 has a hindrance, or that somebody has, is on no shelf. A node that may take nothing new is on no shelf either.
 
-`Rooms` costs about 20 microseconds a node to make and the like for a `set`, so it may be kept or made anew: both give
+`Rooms` costs about 10 microseconds a node to make and the like for a `set`, so it may be kept or made anew: both give
 the same answers.
 """
 
