@@ -7,6 +7,7 @@ or when another one takes over: it answers at the same addresses from then on.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -49,7 +50,10 @@ class Operations:
         """Serve in `ground` until it is cancelled."""
         router = self._router
         self._addresses = tuple(str(address_of(sock)) for sock in router.sockets.metrics)
-        site = MetricsSite(Scrapes(router.gateway), router.door.not_ready, lambda: router.door.draining)
+        router.door.replicas = self._replicas
+        site = MetricsSite(
+            Scrapes(router.gateway, lambda: router.plane), router.door.not_ready, lambda: router.door.draining
+        )
         self._sites.append(site)
         listening = router.sockets.metrics
         await ground.start(self._listeners(site).serve, listening, self._given_up, _give_up_s, name="metrics")
@@ -85,6 +89,15 @@ class Operations:
         from ..admin.app import server
 
         return server(self._running())
+
+    def _replicas(self) -> Mapping[str, Mapping[str, int]]:
+        """Of each model that is placed: how many replicas are in which state, for the door's status document."""
+        plane = self._router.plane
+        if plane is None:
+            return {}
+        from ..admin.fleet import replica_states
+
+        return replica_states(plane)
 
     def _listeners(self, site: MetricsSite | AdminSite) -> Listeners:
         return Listeners(site, self._router.poller, self._router.sleepers, _LIMITS, Buffers(_BUFFER_BYTES))
