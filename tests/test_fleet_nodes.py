@@ -84,7 +84,7 @@ def test_a_replica_on_two_nodes_dies_with_one_of_them_and_moves_to_the_fabric_th
     assert 20000 <= shards[0].rendezvous_port <= 24999
     assert len({shard.key for shard in shards.values()}) == 1 and len(shards[0].key) == 64
     assert scene.told("replica_given_up")[0].fields["reason"] == "b is lost"
-    assert "wide" not in scene.fleet.backoffs
+    assert "wide" not in scene.fleet.history.backoffs
 
 
 def test_an_agent_that_starts_anew_within_a_second_changes_nothing() -> None:
@@ -250,7 +250,7 @@ def test_shards_that_an_agent_has_lost_are_started_elsewhere_as_a_failure() -> N
     scene.run(30)
     [second] = scene.ready("llama")
     assert second != first
-    assert scene.fleet.backoffs["llama"].failures == 1
+    assert scene.fleet.history.backoffs["llama"].failures == 1
 
 
 def test_a_cordoned_node_gets_nothing_even_before_it_was_heard_of() -> None:

@@ -1,4 +1,4 @@
-"""Replicas that fail, are drained away, rolled to another profile, and stopped: nobody who can be served goes without."""
+"""Replicas that fail, are drained away, rolled to another profile, stopped: who can be served is served meanwhile."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_a_failed_shard_takes_its_replica_along_and_the_model_waits() -> None:
     scene.step()
     assert scene.ready("wide") == []
     assert scene.fleet.waking(scene.now) == {}
-    assert 1.0 <= scene.fleet.backoffs["wide"].until - scene.now <= 2.0
-    [failure] = scene.fleet.failures["wide"]
+    assert 1.0 <= scene.fleet.history.backoffs["wide"].until - scene.now <= 2.0
+    [failure] = scene.fleet.history.failures["wide"]
     assert (failure.node, failure.rank, failure.exit, failure.line) == (worker.node, 1, "signal SIGKILL", "boom")
     assert "the engine ended on" in scene.fleet.troubles(scene.now)["wide"]
     [event] = scene.told("replica_failed")
@@ -73,7 +73,7 @@ def test_of_shards_that_failed_the_first_one_is_to_blame() -> None:
         scene.agents[shard.node].become(shard.id, "failed", scene.now, reason=reason)
         scene.deliver(scene.agents[shard.node])
     scene.step()
-    assert [failure.reason for failure in scene.fleet.failures["wide"]] == ["the cause", "the consequence"]
+    assert [failure.reason for failure in scene.fleet.history.failures["wide"]] == ["the cause", "the consequence"]
     assert str(scene.told("replica_failed")[0].fields["reason"]).startswith("the cause")
 
 
@@ -83,8 +83,8 @@ def test_one_failure_is_counted_once() -> None:
         for report in agent.live:
             agent.become(report.shard.id, "failed", scene.now, reason="x")
     scene.run(5)
-    assert scene.fleet.failed_total == {"wide": 1}
-    assert scene.fleet.backoffs["wide"].failures == 1
+    assert scene.fleet.history.total == {"wide": 1}
+    assert scene.fleet.history.backoffs["wide"].failures == 1
 
 
 def test_the_wait_grows_with_each_failure_and_is_forgotten_after_a_while_of_service() -> None:
@@ -92,19 +92,19 @@ def test_the_wait_grows_with_each_failure_and_is_forgotten_after_a_while_of_serv
     scene.breaks = lambda report: True
     scene.configure(changed(model(), "--one"), model("other"))
     waits: list[object] = []
-    for _ in range(600):
+    for _ in range(200):
         scene.tick()
         failures = [event.fields for event in scene.told("replica_failed") if event.fields["model"] == "other"]
         waits += [fields["retry_in_s"] for fields in failures]
         scene.events.clear()
     assert waits == sorted(waits, key=lambda each: float(str(each)))
     assert len(waits) > 4
-    assert scene.fleet.backoffs["llama"].failures >= 4
+    assert scene.fleet.history.backoffs["llama"].failures >= 4
     scene.breaks = lambda report: False
     scene.run(400)
     assert len(scene.ready("llama")) == len(scene.ready("other")) == 1
-    assert scene.fleet.backoffs == {}
-    assert scene.fleet.avoided == {}
+    assert scene.fleet.history.backoffs == {}
+    assert scene.fleet.history.avoided == {}
 
 
 def test_a_model_has_recovered_only_after_serving_for_a_while() -> None:
@@ -112,9 +112,9 @@ def test_a_model_has_recovered_only_after_serving_for_a_while() -> None:
     scene.agents["a"].become(scene.running[0], "failed", scene.now, reason="x")
     scene.run(20)
     assert len(scene.ready("llama")) == 1
-    assert "llama" in scene.fleet.backoffs
+    assert "llama" in scene.fleet.history.backoffs
     scene.run(STEADY_S)
-    assert scene.fleet.backoffs == {}
+    assert scene.fleet.history.backoffs == {}
 
 
 def test_a_model_that_failed_on_a_node_tries_another_one_first() -> None:
@@ -145,7 +145,7 @@ def test_a_node_that_is_lost_is_no_failure_of_the_model() -> None:
     scene.cut(where(scene, scene.ready("llama")[0]))
     scene.run(80)
     assert len(scene.ready("llama")) == 1
-    assert scene.fleet.failed_total == {}
+    assert scene.fleet.history.total == {}
 
 
 # -- drains
@@ -300,7 +300,7 @@ def test_a_new_profile_that_fails_leaves_the_old_ones_where_they_are() -> None:
     scene.configure(changed(model(least=2), "--new"))
     scene.run(300)
     assert scene.ready("llama") == before
-    assert scene.fleet.failures["llama"][0].line == "no such file"
+    assert scene.fleet.history.failures["llama"][0].line == "no such file"
 
 
 def test_another_context_is_a_change_too() -> None:
@@ -355,7 +355,7 @@ def test_a_shard_that_was_stopped_by_somebody_else_is_replaced_without_a_wait() 
     scene.run(15)
     [second] = scene.ready("llama")
     assert second != first
-    assert scene.fleet.backoffs == {}
+    assert scene.fleet.history.backoffs == {}
 
 
 def test_a_start_that_crossed_a_stop_leaves_nothing_behind() -> None:
@@ -384,7 +384,7 @@ def test_a_report_of_a_failure_before_our_time_is_noted_and_forgotten() -> None:
     scene.connect()
     scene.run(30)
     assert scene.agents["a"].shards.keys() == {f"{first}/0"}
-    assert scene.fleet.failures["llama"][0].line == "CUDA error"
+    assert scene.fleet.history.failures["llama"][0].line == "CUDA error"
 
 
 def test_drain_grace_bounds_the_whole_drain() -> None:

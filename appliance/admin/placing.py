@@ -48,7 +48,7 @@ def placement(plane: Plane, name: str, now: float) -> Document:
     model = known_model(plane, name)
     why = plane.fleet.explain(model.name, now)
     rooms = Rooms(spot_of(node, now=now) for node in plane.world.nodes.values())
-    avoid = plane.fleet.avoided.get(model.name, ())
+    avoid = plane.fleet.history.shunned(model.name)
     reasons: dict[str, list[Document]] = {}
     for each in why.rejections:
         reasons.setdefault(each.profile, []).append({"candidate": each.candidate, "reason": each.reason})

@@ -95,9 +95,9 @@ def why_changed(model: Model | None, placed: Placed) -> str:
 def leaves(world: World, team: Team, wanted: int, because: str, grace_s: float, now: float) -> list[Leave]:
     """Those that go now, in this order. They are taken out of the team."""
     gone: list[Leave] = []
-    surplus = sorted(team.current, key=lambda placed: _worth(world, team, placed))[: max(0, len(team.current) - wanted)]
-    for placed in surplus:
-        gone.append(Leave(placed, because, grace_s if placed.id in team.serving else 0.0))
+    if (extra := len(team.current) - wanted) > 0:
+        for placed in sorted(team.current, key=lambda placed: _worth(world, team, placed))[:extra]:
+            gone.append(Leave(placed, because, grace_s if placed.id in team.serving else 0.0))
     old = [*team.moving, *team.changed]
     # What does not serve has nobody to finish with, and holds room that others may need.
     gone += [Leave(each.placed, each.reason, 0.0) for each in old if each.placed.id not in team.serving]

@@ -21,14 +21,15 @@ from appliance.facts.control import ControlSettings
 from appliance.facts.demand import NO_DEMAND, Demand
 from appliance.facts.endpoint import Endpoint
 from appliance.rules.fleet import telling
-from appliance.rules.fleet.actions import Actions, Command, Failure, Why
-from appliance.rules.fleet.backoff import STEADY_S, Backoff, failed
+from appliance.rules.fleet.actions import Actions, Command, Why
+from appliance.rules.fleet.clashes import Clashes
 from appliance.rules.fleet.commands import commands
 from appliance.rules.fleet.expiry import expire
+from appliance.rules.fleet.history import History
 from appliance.rules.fleet.keeping import Leave, Team, leaves, may_make_way, places, teams
 from appliance.rules.fleet.members import Placed
-from appliance.rules.fleet.reports import Trouble, drains, endpoint, trouble
-from appliance.rules.fleet.rooming import Clash, Plan, shards_on, spot_of
+from appliance.rules.fleet.reports import Trouble, drains, endpoint, is_cut, trouble
+from appliance.rules.fleet.rooming import Plan, shards_on, spot_of
 from appliance.rules.fleet.scaling import Scaler, begin, follow
 from appliance.rules.fleet.starting import make
 from appliance.rules.fleet.world import World
@@ -43,16 +44,14 @@ LOOK_S = 1.0
 ROUNDS = 4
 """A pass whose decisions make others possible is followed by another one at once, up to so many."""
 
-FAILURES_KEPT = 5
-
 
 class Fleet:
     """Keeps the world as the configuration and the demand want it. Plain calls; one owner, the same as the world's.
 
     `now` is a clock that never steps, the one that `Demand.asked_at` is in. `rng` gives ids and the keys of engines, so
-    in production it must be one that cannot be guessed. `started_at` is when the control plane started. What is kept by
-    model: `backoffs`, `failures` (the latest first), `scalers`, `overrides` (an operator's word), `avoided` (nodes on
-    which it failed), `unplaced` (why it had no place at the last try, "" while room is about to be freed).
+    in production it must be one that cannot be guessed. `started_at` is when the control plane started. By model are
+    kept: the `history` of failures, `scalers`, `overrides` (an operator's word), `teams` (its replicas, as of the last
+    step), `unplaced` (why it had no place at the last try, "" while room is about to be freed).
     """
 
     def __init__(self, world: World, settings: ControlSettings, started_at: float) -> None:
@@ -61,12 +60,9 @@ class Fleet:
         self.started_at = started_at
         self.settled = False
         self.models: dict[str, Model] = {}
-        self.backoffs: dict[str, Backoff] = {}
-        self.failures: dict[str, tuple[Failure, ...]] = {}
-        self.failed_total: dict[str, int] = {}
+        self.history = History()
         self.scalers: dict[str, Scaler] = {}
         self.overrides: dict[str, int] = {}
-        self.avoided: dict[str, set[str]] = {}
         self.unplaced: dict[str, str] = {}
         self.teams: dict[str, Team] = {}
         self._plan = Plan()
@@ -75,7 +71,7 @@ class Fleet:
         self._again_at = math.inf
         self._stepped_at = started_at
         self._drained: set[str] = set()
-        self._clashes: set[Clash] = set()
+        self._clashes = Clashes()
         self._endpoints: tuple[int, tuple[Endpoint, ...]] = (-1, ())
 
     def configure(self, models: Iterable[Model], settings: ControlSettings) -> None:
@@ -83,11 +79,12 @@ class Fleet:
         new = {model.name: model for model in models if model.profiles}
         for name in [*self.models, *new]:
             if new.get(name) != self.models.get(name):
-                for kept in (self.backoffs, self.avoided, self.unplaced):
-                    kept.pop(name, None)
+                self.history.forgive(name)
+                self.unplaced.pop(name, None)
             if name not in new:
-                for gone in (self.failures, self.failed_total, self.scalers, self.overrides):
-                    gone.pop(name, None)
+                self.history.forget(name)
+                self.scalers.pop(name, None)
+                self.overrides.pop(name, None)
         # An equal model keeps its identity, by which replicas that were compared with it are known.
         self.models = {name: model if (old := self.models.get(name)) != model else old for name, model in new.items()}
         self.settings = settings
@@ -204,15 +201,10 @@ class Fleet:
 
     def _judge(self, now: float, rng: Random) -> None:
         world = self.world
-        clashes = self._plan.renew(world)
-        self._clashes = {each for each in self._clashes if {each.one, each.other} <= world.replicas.keys()}
-        for clash in clashes:
-            if all((clash.one, clash.other) != (each.one, each.other) for each in self._clashes):
-                self._clashes.add(clash)
-                self._part(clash)
+        self._clashes.settle(world, self._plan.renew(world))
         coming = any(node.may_come for node in world.nodes.values())
         for placed in world.replicas.values():
-            if placed.stage == "stopping" and self._is_cut(placed):
+            if placed.stage == "stopping" and is_cut(world, placed):
                 world.give_up(placed, placed.reason, now)
             if placed.stage != "running":
                 continue
@@ -229,26 +221,6 @@ class Fleet:
             for name in team.serving:
                 self._note_ready(world.replicas[name], now)
 
-    def _part(self, clash: Clash) -> None:
-        """Two have one GPU, so at least one of them does not do what it should. The one that is worth less ends."""
-        world = self.world
-        both = [world.replicas.get(clash.one), world.replicas.get(clash.other)]
-        ours = [placed for placed in both if placed is not None and placed.stage == "running" and not placed.broken]
-        loser = min(ours, key=lambda placed: (placed.ready_at is not None, -placed.made_at), default=None)
-        if len(ours) == 2 and loser is not None:
-            world.break_off(loser, f"it was given GPU {clash.gpu} on {clash.node}, which another replica has")
-        stopped = loser.id if len(ours) == 2 and loser is not None else "the one that ends anyway"
-        told = {"node": clash.node, "gpu": clash.gpu, "one": clash.one, "other": clash.other, "stopped": stopped}
-        world.tell("error", "gpu_has_two_replicas", **told)
-
-    def _is_cut(self, placed: Placed) -> bool:
-        """Whether a part of a replica that drains is gone, so that the rest of it has nothing to wait for."""
-        nodes = [self.world.nodes.get(name) for name in placed.nodes]
-        if any(node is None or node.state == "lost" for node in nodes):
-            return True
-        reports = (self.world.nodes[shard.node].reports.get(shard.id) for shard in placed.shards.values())
-        return any(report is not None and report.state == "failed" for report in reports)
-
     def _give_up(self, placed: Placed, found: Trouble, now: float, rng: Random) -> None:
         name = placed.model
         self.world.give_up(placed, found.reason, now)
@@ -257,12 +229,12 @@ class Fleet:
         if model is None or not found.fault:
             self.world.tell("warning", "replica_given_up", **told)
             return
-        self.failures[name] = (*found.failures, *self.failures.get(name, ()))[:FAILURES_KEPT]
-        self.failed_total[name] = self.failed_total.get(name, 0) + 1
+        self.history.note(name, found.failures)
+        # What broke a profile that is going anyway says nothing of the new one.
         if placed.profile in model.profiles:
-            self.backoffs[name] = failed(self.backoffs.get(name, Backoff()), found.reason, now, rng)
-            self.avoided.setdefault(name, set()).update(failure.node for failure in found.failures)
-            told["retry_in_s"] = round(self.backoffs[name].until - now, 1)
+            nodes = [failure.node for failure in found.failures]
+            backoff = self.history.wait(name, found.reason, nodes, now, rng)
+            told["retry_in_s"] = round(backoff.until - now, 1)
         for failure in found.failures[:1]:
             told |= {"node": failure.node, "rank": failure.rank, "exit": failure.exit}
         self.world.tell("warning", "replica_failed", **told)
@@ -306,8 +278,7 @@ class Fleet:
             count = places(team, wanted)
             if wanted <= len(team.current):
                 self.unplaced.pop(name, None)
-            backoff = self.backoffs.get(name)
-            if count and backoff is not None and backoff.waits(now):
+            if count and (backoff := self.history.waiting(name, now)) is not None:
                 self._due = min(self._due, backoff.until)
             elif count:
                 missing[name] = count
@@ -335,14 +306,14 @@ class Fleet:
         team.ending.append(placed)
 
     def _recover(self, name: str, team: Team, now: float) -> None:
-        """A model that has served for a while may forget its failures."""
-        if name not in self.backoffs:
+        """A model may forget its failures once all that is wanted has served for a while. One replica that never
+        failed says nothing of another one that always does."""
+        ready = [placed.ready_at or now for placed in team.current if placed.id in team.serving]
+        steady_at = self.history.steady_at(name, ready)
+        if steady_at is None or not ready or len(ready) < max(len(team.current), self.wanted(name)):
             return
-        ready = (self.world.replicas[each].ready_at for each in team.serving)
-        steady_at = min((at + STEADY_S for at in ready if at is not None), default=math.inf)
         if now >= steady_at:
-            self.backoffs.pop(name, None)
-            self.avoided.pop(name, None)
+            self.history.forgive(name)
         else:
             self._due = min(self._due, steady_at)
 
@@ -353,7 +324,7 @@ class Fleet:
         else:
             count = min(count, places(team, self.wanted(name)))
         for _ in range(count):
-            placement = self._plan.rooms.place(model, avoid=self.avoided.get(name, ()))
+            placement = self._plan.rooms.place(model, avoid=self.history.shunned(name))
             if placement is None:
                 self._note_unplaced(model, team, now)
                 return
@@ -377,7 +348,7 @@ class Fleet:
         if any(placed.stage != "running" for placed in self.world.replicas.values()):
             self.unplaced[model.name] = before or ""
         elif not before:
-            reason = telling.summary(self._plan.rooms.explain(model, avoid=self.avoided.get(model.name, ())))
+            reason = telling.summary(self._plan.rooms.explain(model, avoid=self.history.shunned(model.name)))
             self.unplaced[model.name] = reason
             wanted = self.wanted(model.name)
             self.world.tell("warning", "no_place", model=model.name, wanted=wanted, reason=reason)
@@ -387,7 +358,7 @@ class Fleet:
         nodes = [self.world.nodes[name] for name in dict.fromkeys(placed.nodes)]
         for node in nodes:
             self._plan.rooms.set(spot_of(node, without=placed.id))
-        avoid = self.avoided.get(model.name, ())
+        avoid = self.history.shunned(model.name)
         fits = any(self._plan.rooms.find(profile, avoid) is not None for profile in by_priority(model.profiles))
         for node in nodes:
             self._plan.rooms.set(spot_of(node))

@@ -70,6 +70,14 @@ def drains(world: World, placed: Placed) -> bool:
     return any(rank == 0 and report and report.state == "draining" for rank, _, report in reports_of(world, placed))
 
 
+def is_cut(world: World, placed: Placed) -> bool:
+    """Whether a part of a replica that drains is gone, so that the rest of it has nothing to wait for."""
+    nodes = [world.nodes.get(name) for name in placed.nodes]
+    if any(node is None or node.state == "lost" for node in nodes):
+        return True
+    return any(report is not None and report.state == "failed" for _, _, report in reports_of(world, placed))
+
+
 def last_line(report: Report) -> str:
     """The last line of the log that says anything."""
     return next((line.strip() for line in reversed(report.tail) if line.strip()), "")

@@ -7,20 +7,11 @@ from collections.abc import Iterator
 import attrs
 
 from appliance.facts.replica import Shard
+from appliance.rules.fleet.clashes import Clash
 from appliance.rules.fleet.members import Node
 from appliance.rules.fleet.world import World
 from appliance.rules.placement.rooms import Rooms
 from appliance.rules.placement.spots import Spot
-
-
-@attrs.frozen
-class Clash:
-    """Two replicas that both have a GPU (this one, or more), as the agent or our own book says."""
-
-    node: str
-    gpu: str
-    one: str
-    other: str
 
 
 @attrs.define

@@ -31,8 +31,7 @@ def progress(fleet: Fleet, name: str, now: float) -> str:
         return _starting(fleet, first, now)
     if not fleet.settled:
         return _settling(fleet, now)
-    backoff = fleet.backoffs.get(name)
-    if (backoff is not None and backoff.waits(now)) or fleet.unplaced.get(name):
+    if fleet.history.waiting(name, now) or fleet.unplaced.get(name):
         return ""
     if name in fleet.unplaced:
         return "it waits for room that another replica is leaving"
@@ -54,7 +53,7 @@ def explain(fleet: Fleet, name: str, now: float) -> Why:
     team = fleet.teams.get(name) or Team()
     wanted = fleet.wanted(name)
     rooms = Rooms(spot_of(node, now=now) for node in fleet.world.nodes.values())
-    backoff = fleet.backoffs.get(name)
+    backoff = fleet.history.waiting(name, now)
     missing = ""
     if wanted > len(team.current):
         missing = _missing(fleet, name, now) if fleet.settled else _settling(fleet, now)
@@ -68,9 +67,9 @@ def explain(fleet: Fleet, name: str, now: float) -> Why:
         starting=sum(placed.id not in team.serving for placed in team.current),
         leaving=len(team.ending),
         missing=missing,
-        retry_in_s=max(0.0, backoff.until - now) if backoff is not None else 0.0,
-        rejections=rooms.explain(model, avoid=fleet.avoided.get(name, ())),
-        failures=fleet.failures.get(name, ()),
+        retry_in_s=backoff.until - now if backoff is not None else 0.0,
+        rejections=rooms.explain(model, avoid=fleet.history.shunned(name)),
+        failures=fleet.history.failures.get(name, ()),
     )
 
 
@@ -96,8 +95,7 @@ def summary(rejections: Sequence[Rejection]) -> str:
 
 
 def _missing(fleet: Fleet, name: str, now: float) -> str:
-    backoff = fleet.backoffs.get(name)
-    if backoff is not None and backoff.waits(now):
+    if (backoff := fleet.history.waiting(name, now)) is not None:
         times = "once" if backoff.failures == 1 else f"{backoff.failures} times in a row"
         return f"it failed {times}: {backoff.reason}; it is tried again in {_seconds(backoff.until - now)}"
     if name in fleet.unplaced:
