@@ -117,9 +117,6 @@ class Agent:
                 self._supervisor.ready()
         if failed:
             raise failed
-        running = self.tree.running()
-        told = {"engines_left_running": ",".join(running) or "none"}
-        log.info("stopped; engines go on and are taken over by the next agent" if running else "stopped", **told)
 
     async def _handle_signals(
         self, ground: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED

@@ -120,10 +120,6 @@ class AgentTree:
         elif before.models != settings.models:
             self._warn_of_models()
 
-    def running(self) -> list[str]:
-        """Ids of the shards that have an engine now."""
-        return [shard_id for shard_id, report in self.shards.reports().items() if report.pid]
-
     async def adopt(self) -> None:
         """Own the state directory and what runs there; `run` does it where that was not done. Raises StartFailed."""
         folder = self.settings.state_dir
@@ -166,6 +162,8 @@ class AgentTree:
                 else:
                     task_status.started()
         finally:
+            if failed is None:
+                self._tell_end()
             self.shards.close()
         if failed:
             raise failed
@@ -250,6 +248,11 @@ class AgentTree:
             "gpus": len(inventory.gpus),
             **({"models": ",".join(models) or "none"} if self.local else own),
         }
+
+    def _tell_end(self) -> None:
+        running = [shard_id for shard_id, report in self.shards.reports().items() if report.pid]
+        what = "agent stopped; engines go on and are taken over by the next one" if running else "agent stopped"
+        log.info(what, engines_left_running=",".join(running) or "none")
 
     def _warn_of_models(self) -> None:
         ignored = [model.name for model in self.settings.models if model.profiles]
