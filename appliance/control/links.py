@@ -37,6 +37,7 @@ from appliance.wire.link import LINK_PATH, MAX_MESSAGE_BYTES, LinkRefused, Socke
 HANDSHAKE_S = 10.0
 BODY_S = 10.0
 WRITE_S = 10.0
+PARTING_S = 1.0
 
 MOST_LINKS = 4096
 MOST_STRANGERS = 256
@@ -163,7 +164,9 @@ class LinkDoor:
         await self._plane.attend(link, Claim("", "", peer))
         return None, None
 
-    async def _answer(self, stream: trio.abc.Stream, head: RequestHead, received: bytes, address: str) -> None:
+    async def _answer(
+        self, stream: trio.SSLStream[trio.SocketStream], head: RequestHead, received: bytes, address: str
+    ) -> None:
         """What is not a link is for whoever joins."""
         length = head.length or 0
         if head.chunked or length > BODY_BYTES:
@@ -201,25 +204,24 @@ async def _read_head(stream: trio.abc.Stream) -> tuple[RequestHead | None, bytes
         received += chunk
 
 
-async def _send(stream: trio.abc.Stream, status: int, answered: Answer, with_body: bool = True) -> None:
+async def _send(
+    stream: trio.SSLStream[trio.SocketStream], status: int, answered: Answer, with_body: bool = True
+) -> None:
     """One answer and the end. The stream is the caller's to close."""
     status = status or answered.status
     fields = "".join(f"{name}: {value}\r\n" for name, value in answered.headers).encode("latin-1")
     head = (
         b"HTTP/1.1 %d %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n"
         b"cache-control: no-store\r\n%sconnection: close\r\n\r\n"
-    )
+    ) % (status, _REASONS.get(status, b"Refused"), answered.content_type.encode(), len(answered.body), fields)
     with trio.fail_after(WRITE_S):
-        whole = head % (
-            status,
-            _REASONS.get(status, b"Refused"),
-            answered.content_type.encode(),
-            len(answered.body),
-            fields,
-        )
-        await stream.send_all(whole + (answered.body if with_body else b""))
-        # Until the client has closed: closing first, with bytes unread, would reset what is still on its way.
-        while await stream.receive_some(65536):
+        await stream.send_all(head + (answered.body if with_body else b""))
+    # Until the client has closed: closing first, with bytes unread, would reset what is still on its way.
+    with trio.move_on_after(PARTING_S), contextlib.suppress(trio.BrokenResourceError):
+        await stream.unwrap()
+    with trio.move_on_after(PARTING_S):
+        await stream.transport_stream.send_eof()
+        while await stream.transport_stream.receive_some(65536):
             continue
 
 

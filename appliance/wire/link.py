@@ -245,6 +245,7 @@ class SocketLink:
         self._turn = trio.StrictFIFOLock()
         self._over = ""
         self._closed = False
+        self._peer_ended = False
         self._part = bytearray()
         self._arrived: deque[bytes] = deque()
         self._replies: deque[tuple[Event, str]] = deque()
@@ -263,8 +264,10 @@ class SocketLink:
             try:
                 data = await self._stream.receive_some(_READ_BYTES)
             except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                self._peer_ended = True
                 raise LinkClosed(self._end(_why(error))) from None
             if not data:
+                self._peer_ended = True
                 raise LinkClosed(self._end("the connection ended without a word"))
             self._take_events(bytes(data))
         return decode(self._arrived.popleft())
@@ -285,6 +288,8 @@ class SocketLink:
         make it a reset, which can overtake what we said last."""
         try:
             await self._reply()
+            if self._peer_ended:
+                return
             if not self._over and self._websocket.state is ConnectionState.OPEN:
                 short = reason.encode()[:_REASON_BYTES].decode(errors="ignore")
                 await self._write(CloseConnection(code=1000, reason=short or None))
@@ -342,6 +347,7 @@ class SocketLink:
                         self._break_off(event.code, f"what arrived is not a WebSocket: {event.reason}")
                         return
                     case CloseConnection():
+                        self._peer_ended = True
                         why = f": {event.reason}" if event.reason else ""
                         self._replies.append((event.response(), f"the other side has ended the link{why}"))
         except ProtocolError as error:
