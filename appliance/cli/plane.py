@@ -50,8 +50,8 @@ END_S = 3.0
 """What the end of a control plane may take before another one begins: an agent that ends within a second, a database
 that is closed. Its decisions end at once."""
 
-HANDED_S = 5.0
-"""How much longer than `control.settle_s` replicas that were handed over are believed to be there."""
+LOOK_S = 1.0
+"""Between two looks at whether replicas that were handed over still have to be believed in."""
 
 log = structlog.get_logger("control")
 
@@ -73,7 +73,8 @@ def check(settings: Settings, *, with_agent: bool) -> None:
 
 class Control:
     """Made once; `run` in the router's nursery. `follow` has the watches look at the table again. `handed` are the
-    replicas of a router that was taken over from: they serve until this one has heard of them, or has settled."""
+    replicas of a router that was taken over from: they serve until this one has heard of them, or has settled and so
+    knows that nobody has them."""
 
     def __init__(
         self,
@@ -96,7 +97,6 @@ class Control:
         self._with_agent = with_agent
         self._agent_wait_s = 0.0 if handed is None else AGENT_WAIT_S
         self._handed = tuple(handed or ())
-        self._handed_until = 0.0
         self._unplaced: tuple[str, ...] = ()
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
@@ -152,7 +152,6 @@ class Control:
         gateway.wanted = lambda model: plane.wake()
         gateway.why_not = plane.why_not
         self.plane = plane
-        self._handed_until = time.monotonic() + settings.control.settle_s + HANDED_S
         nursery.start_soon(self._publish, plane, name="publish")
         self._say(plane)
         if joining is not None:
@@ -191,11 +190,11 @@ class Control:
         """Have the road follow what the control plane says."""
         while True:
             self._say(plane)
-            with trio.move_on_after(max(0.0, self._handed_until - time.monotonic()) if self._handed else math.inf):
+            with trio.move_on_after(LOOK_S if self._handed else math.inf):
                 await plane.published.wait()
 
     def _say(self, plane: Plane) -> None:
-        if self._handed and time.monotonic() >= self._handed_until:
+        if plane.fleet.settled:
             self._handed = ()
         known = plane.world.replicas
         still = [endpoint for endpoint in self._handed if endpoint.id not in known]
