@@ -126,7 +126,7 @@ class Merge:
         """End all sessions, side by side, within their bound. The last thing that is asked of a merge."""
         async with trio.open_nursery() as nursery:
             for one in self._watched.values():
-                nursery.start_soon(one.upstream.part)
+                nursery.start_soon(_survived, one.upstream.part, ())
         self._watched.clear()
 
     # -- which groups there are ---------------------------------------------------------------------------------------

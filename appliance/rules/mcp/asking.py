@@ -92,7 +92,10 @@ def own_origin(origin: str, host: str, origins: Collection[str]) -> bool:
     address or localhost. Its own under a name is not enough, since any site can give its name our address."""
     if origin in origins:
         return True
-    parts = urlsplit(origin)
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return False
     if parts.scheme not in ("http", "https") or not host or parts.netloc.lower() != host.lower():
         return False
     name = parts.hostname or ""
