@@ -78,7 +78,9 @@ async def test_hardware_is_told_when_it_decides_something(autojump_clock: trio.t
         line = await scene.welcomed()
         scene.nursery.start_soon(line.keep_up)
         scene.see(attrs.evolve(NODE, gpus=(gpu(0, used_bytes=1),)))
+        at = trio.current_time()
         assert (await line.hear(say.Look)).inventory.gpus == (gpu(0, used_bytes=1),)
+        assert trio.current_time() == at, "told at once"
         busy = attrs.evolve(NODE, gpus=(gpu(0, used_bytes=2),), disk=Disk("/", 10, 5))
         scene.see(busy)
         await line.only_beats(4)
