@@ -313,6 +313,20 @@ async def test_a_node_that_is_given_up_has_no_connection_left(autojump_clock: Cl
         assert scene.plane.world.nodes["node-a"].state == "ready"
 
 
+async def test_the_silence_of_a_node_without_power_counts_from_its_last_word(autojump_clock: Clock) -> None:
+    async with control(real=True) as scene:
+        link = await scene.join()
+        await trio.sleep(17)
+        await link.aclose()  # as the kernel does it, once nothing has been acknowledged for long
+        await trio.sleep(2)
+        node = scene.plane.world.nodes["node-a"]
+        assert node.state == "ready" and not node.connected
+        await trio.sleep(2)
+        assert node.state == "unreachable"
+        await trio.sleep(40)
+        assert node.state == "lost"
+
+
 class StuckLink:
     """Takes nothing more after `most` messages, as a peer that does not read; says nothing but its registration."""
 

@@ -44,8 +44,8 @@ class Rhythm:
 
     @classmethod
     def of(cls, unreachable_after_s: float) -> Rhythm:
-        """Four beats fit into the silence that makes a node unreachable. The connection is ended only after that: its
-        end starts the clock of silence anew, which must not hide one that has lasted already."""
+        """Four beats fit into the silence that makes a node unreachable. The connection is ended a little later: a node
+        that is slow for once loses new work before it has to register again."""
         beat_s = min(unreachable_after_s / 4, 5.0)
         return cls(beat_s, unreachable_after_s + 2 * beat_s)
 
