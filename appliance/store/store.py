@@ -120,8 +120,8 @@ class Store:
             ).rowcount
             revoked = tuple(Certificate(*row) for row in rows)
             if revoked or void:
-                serials = ", ".join(each.serial for each in revoked) or "no certificate"
-                _note(connection, by, "revoke node", node, f"{serials}; {void} open join tokens", at)
+                taken = [f"serial {each.serial}" for each in revoked] + ["an open join token"] * bool(void)
+                _note(connection, by, "revoke node", node, ", ".join(taken), at)
             return revoked
 
         return await self._database.write(work)
