@@ -166,8 +166,10 @@ async def test_an_unknown_message_is_answered_and_half_a_one_ends_the_link(
         assert await line.next() == say.Trouble("a 'dance'")
         await line.say(say.Beat(0.0))
         assert await line.next() == say.Trouble("no JSON")
+        at = trio.current_time()
         with pytest.raises(LinkClosed):
             await line.next()
+        assert trio.current_time() - at < 1.0
         await scene.welcomed()
 
 
