@@ -33,8 +33,7 @@ BACK_S = DAY_S
 """How long each is good, and how far before its making its time begins."""
 
 SERVER_DUE_S = 90 * DAY_S
-NODE_DUE_S = 30 * DAY_S
-"""What is left of a certificate when it is renewed: time enough for somebody to notice that it did not work."""
+"""What is left of it when the control plane's is renewed: time enough for somebody to notice that it did not work."""
 
 CSR_BYTES = 8192
 
