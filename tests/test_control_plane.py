@@ -262,8 +262,13 @@ async def test_the_router_is_told_of_endpoints_and_waking_models_and_not_of_seco
             assert told == expected, (ready, awake)
             assert set(scene.plane.endpoints()) == set(ready) and scene.plane.waking() == awake
         scene.fleet.awake = {"m": "it is loading"}
+        await scene.pass_over()
         assert scene.plane.why_not("m") == "it is loading"
         assert scene.plane.why_not("n") == "no node has room" and scene.plane.why_not("o") == ""
+        scene.fleet.awake = {"m": "it is warming up"}
+        assert scene.plane.why_not("m") == "it is loading"  # asked for by every request that is refused
+        await trio.sleep(1.1)
+        assert scene.plane.why_not("m") == "it is warming up"
 
 
 # -- signs of life -----------------------------------------------------------------------------------------------------
@@ -584,8 +589,10 @@ async def test_a_revoked_node_hears_why_and_is_forgotten(autojump_clock: Clock) 
     async with control() as scene:
         scene.store.give("node-a")
         link = await scene.join(proof=claim())
+        before = trio.current_time()
         assert await scene.plane.revoke("node-a", "olga") == [claim().serial]
         refused = await next_of(link, Refused)
+        assert trio.current_time() == before
         assert refused.code == "revoked" and "certificate says node-a" in refused.message
         with pytest.raises(LinkClosed):
             await link.receive()
@@ -604,6 +611,7 @@ async def test_papers_that_others_changed_are_seen_soon(autojump_clock: Clock) -
         await trio.sleep(PAPERS_S + 1)
         assert scene.plane.world.nodes["node-c"].state == "expected"
         assert (await next_of(a, Refused)).code == "revoked"
+        assert not scene.plane.sessions
         with pytest.raises(LinkClosed):
             await next_of(b, Start)
         assert "node-a" not in scene.plane.world.nodes and "node-b" in scene.plane.world.nodes

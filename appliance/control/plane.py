@@ -51,6 +51,9 @@ REFUSE_S = 5.0
 PAPERS_S = 15.0
 """Between two looks at the certificates: another process may revoke them, nodes join, and time goes by."""
 
+SENTENCES_S = 1.0
+"""How old a sentence on why a model does not serve may be: every request that is refused asks for one."""
+
 STORE_S = 30.0
 """Most that an operator's action outlives the client who asked for it. The store gives up before."""
 
@@ -93,6 +96,8 @@ class Plane:
         self._loop = Loop(self._pass, now)
         self._revoked: set[str] = set()
         self._store_fault = ""
+        self._sentences: Mapping[str, str] = {}
+        self._sentences_until = now()
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -131,6 +136,7 @@ class Plane:
             if node is None or not node.connected:  # silent until it was given up: only a registration brings it back
                 self._part(session, "it has said nothing until it was taken for lost")
         self._published.say(self.fleet.endpoints(), self.fleet.waking(now))
+        self._sentences_until = now
         return actions.again_at
 
     # -- what the router uses ------------------------------------------------------------------------------------------
@@ -151,7 +157,10 @@ class Plane:
     def why_not(self, model: str) -> str:
         """Why a model has no replica that serves, as half a sentence for clients; "" where there is nothing to say."""
         now = self._now()
-        return self.fleet.waking(now).get(model) or self.fleet.troubles(now).get(model, "")
+        if now >= self._sentences_until:
+            self._sentences = {**self.fleet.troubles(now), **self.fleet.waking(now)}
+            self._sentences_until = now + SENTENCES_S
+        return self._sentences.get(model, "")
 
     # -- agents --------------------------------------------------------------------------------------------------------
 
