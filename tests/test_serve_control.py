@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,7 +17,12 @@ import trio
 from appliance.cli.config import load
 from appliance.cli.serve import Router
 from appliance.cli.startfailed import StartFailed
+from appliance.control import pki
+from appliance.control.plane import Plane
+from appliance.store.papers import Papers, make_folder
 from tests.cluster import APPLIANCE, Cluster, cluster, inventory
+from tests.gate_scene import waiting
+from tests.raw_client import chat as raw_chat
 from tests.routers import router
 
 PROFILE = """
@@ -41,6 +48,13 @@ port_range = [{first}, {last}]
 
 def settings(least: int, idle_s: float = 0, first: int = 31200) -> str:
     return PROFILE.format(least=least, idle_s=idle_s) + AGENT.format(first=first, last=first + 49)
+
+
+def make_root(folder: Path) -> None:
+    """What `ctl init` makes, where `tests.routers` keeps its state."""
+    papers = Papers.of(str(folder / "appliance-state"))
+    make_folder(papers.folder)
+    pki.create(papers, time.time())
 
 
 async def chat(made: Cluster, **more: object) -> httpx.Response:
@@ -75,10 +89,14 @@ async def test_profiles_that_nothing_could_run_end_the_start_with_one_line(tmp_p
     file = tmp_path / "appliance.toml"
     file.write_text(settings(1))
     environment = {"STATE_DIRECTORY": str(tmp_path / "state"), "RUNTIME_DIRECTORY": str(tmp_path / "run"), "PATH": ""}
-    done = await trio.run_process(
-        [*APPLIANCE, "serve", "--config", str(file)], env=environment, capture_stdout=True, capture_stderr=True,
-        check=False,
-    )  # fmt: skip
+    with trio.fail_after(30):
+        done = await trio.run_process(
+            [*APPLIANCE, "serve", "--config", str(file)],
+            env=environment,
+            capture_stdout=True,
+            capture_stderr=True,
+            check=False,
+        )
     assert done.returncode == 1
     (line,) = done.stderr.decode().splitlines()
     assert line == (
@@ -111,6 +129,59 @@ async def test_the_first_profile_that_a_reload_brings_waits_for_a_restart(tmp_pa
         assert len(door.told("some changes need a restart")) == 1
 
 
+async def test_a_request_wakes_the_control_plane_and_is_told_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[float] = []
+    monkeypatch.setattr(Plane, "wake", lambda plane: woken.append(time.monotonic()))
+    make_root(tmp_path)
+    config = '[control]\nlisten = "127.0.0.1:0"\nsettle_s = 100\n' + PROFILE.format(least=0, idle_s=600)
+    async with router(tmp_path, config=config) as door:
+        assert door.app.plane is not None and door.app.plane.joining is not None
+        (told,) = door.told("serving")
+        assert told["agents"].startswith("127.0.0.1:") and not told["agents"].endswith(":0")
+        client = await door.connect()
+        before = len(woken)
+        await client.send(raw_chat())
+        await waiting(door, 1)
+        assert len(woken) > before
+        door.app.gateway.gate.sweep(time.monotonic() + 121.0)
+        message = (await client.answer("POST")).error["message"]
+        assert message.startswith("llama is not ready after 12")
+        assert door.app.plane.waking()["llama"] in message
+
+
+async def test_a_model_that_no_node_can_run_is_refused_with_the_reason(tmp_path: Path) -> None:
+    make_root(tmp_path)
+    config = '[control]\nlisten = "127.0.0.1:0"\nsettle_s = 0\n' + PROFILE.format(least=0, idle_s=600)
+    async with router(tmp_path, config=config) as door:
+        assert door.app.plane is not None
+        await door.until("it has settled", lambda: door.app.plane.fleet.settled)
+        await door.ask(raw_chat())
+        await door.until("it knows that it cannot", lambda: not door.app.gateway.table.waking)
+        answer = await door.ask(raw_chat())
+        assert (answer.status, answer.error["code"]) == (503, "model_not_ready")
+        assert answer.error["message"] == f"the model 'llama' is not ready: {door.app.plane.why_not('llama')}"
+
+
+@pytest.mark.parametrize("spoilt", ["database", "root", "port"])
+async def test_a_control_plane_that_cannot_begin_ends_the_start(tmp_path: Path, spoilt: str) -> None:
+    make_root(tmp_path)
+    config = '[control]\nlisten = "127.0.0.1:0"\n' + PROFILE.format(least=1, idle_s=0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        match spoilt:
+            case "database":
+                (tmp_path / "appliance-state" / "appliance.db").mkdir()
+            case "root":
+                (tmp_path / "appliance-state" / "pki" / "root.key").write_text("nonsense")
+            case _:
+                config = config.replace("127.0.0.1:0", f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ExceptionGroup) as failed, trio.fail_after(30):
+            async with router(tmp_path, config=config):
+                raise AssertionError("it serves")
+    assert failed.group_contains(StartFailed, depth=1)
+
+
 # -- one machine -------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +211,11 @@ async def test_a_takeover_ends_one_control_plane_before_the_next_begins(tmp_path
         (before,) = await made.ready("llama")
         engines = made.control.engines()
         answers: list[int] = []
+        streamed: list[str] = []
         over = trio.Event()
+
+        async def long() -> None:
+            streamed.append((await chat(made, max_tokens=1200, ignore_eos=True, stream=True)).text)
 
         async def ask() -> None:
             while not over.is_set():
@@ -149,15 +224,18 @@ async def test_a_takeover_ends_one_control_plane_before_the_next_begins(tmp_path
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(ask)
+            nursery.start_soon(long)
             while len(answers) < 6:  # noqa: ASYNC110 - another process brings it about
                 await trio.sleep(0.02)
             second = await made.serve("--with-agent", "--takeover")
+            assert first.alive and not streamed, "it finishes the stream while the next one serves"
             await first.logged("stopped")
             asked = len(answers)
             while len(answers) < asked + 12:  # noqa: ASYNC110
                 await trio.sleep(0.02)
             over.set()
         assert set(answers) == {200}
+        assert streamed[0].endswith("data: [DONE]\n\n") and "error" not in streamed[0]
         (after,) = await made.ready("llama")
         assert (after["id"], made.control.engines()) == (before["id"], engines)
         assert first.popen.wait() == 0
