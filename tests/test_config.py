@@ -368,7 +368,7 @@ def test_variables_that_are_no_overlays() -> None:
         "APPLIANCE_RUNTIME_DIR": "/y",
         "APPLIANCE": "z",
         "SERVER__LISTEN": "q",
-        "MENTAT_SECRET": "s",
+        "MENTAT_GROUP": "s",
     }
     assert {row.origin for row in show(load(None, environ, uid=0))} == {"default"}
 
@@ -434,7 +434,7 @@ def test_show_tells_where_each_value_came_from_and_masks_passwords(tmp_path: Pat
     assert rows["endpoints[0].api_key_file"] == (f"{tmp_path}/key", "file")
     assert rows["server.drain_s"] == (5.0, "environment APPLIANCE_SERVER__DRAIN_S")
     assert rows["server.admin_socket"] == ("/run/appliance/admin.sock", "default")
-    assert not any("secret" in str(row) or "hunter2" in str(row) for row in show(found))
+    assert not any("sk-secret" in str(row) or "hunter2" in str(row) for row in show(found))
 
 
 # asking a running process

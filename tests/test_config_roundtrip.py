@@ -53,6 +53,12 @@ FORMS: Mapping[str, st.SearchStrategy[str]] = {
     "ip": st.just("") | st.ip_addresses().map(str),
     "control_url": st.just("") | st.builds("wss://{}:{}".format, HOSTS, PORTS),
     "store_url": st.sampled_from(["", "sqlite:///a.db", "sqlite:////var/lib/ä b.db"]),
+    "daemon": st.builds("{}:{}".format, HOSTS, PORTS),
+    "announce_addr": HOSTS | st.builds("{}:{}".format, HOSTS, PORTS),
+    "source": st.sampled_from(["local", "10.0.", "10.0.0.0/8"]) | st.ip_addresses().map(str),
+    "universe": NAMES | st.just(""),
+    "secret": st.just(""),  # it is masked where it is shown
+    "secret_file": st.sampled_from(["", str(KEY_FILE)]),
     "program": st.sampled_from(["vllm", "/opt/bin/vllm"]),
     "": NAMES | st.just(""),
 }
@@ -66,7 +72,10 @@ def value(field: Field) -> st.SearchStrategy[Any]:
     if field.type is bool:
         return st.booleans()
     if field.type is int:
-        return st.integers(int(key.minimum) if key.minimum is not None else -(10**6), 10**12)
+        return st.integers(
+            int(key.minimum) if key.minimum is not None else -(10**6),
+            int(key.maximum) if key.maximum is not None else 10**12,
+        )
     if field.type is float:
         low = key.minimum if key.minimum is not None else key.above
         return st.floats(low, key.maximum if key.maximum is not None else 1e12, exclude_min=key.above is not None)
@@ -322,6 +331,9 @@ def test_values_are_written_as_toml(item: Any) -> None:
 
 
 def test_the_example_is_toml_of_its_own() -> None:
-    tables = {"server", "deadlines", "admission", "scheduling", "control", "store", "agent", "tracing", "logging"}
+    tables = {"server", "deadlines", "admission", "scheduling", "control", "store", "agent", "groups"} | {
+        "tracing",
+        "logging",
+    }
     assert set(tomllib.loads(example())) == tables
     assert os.path.exists(KEY_FILE)

@@ -116,6 +116,7 @@ class Model:
     context_tokens: int = field(
         default=0, metadata=about("Longest prompt plus answer, in tokens; 0: unknown.", minimum=0)
     )
+    groups: bool = field(default=False, metadata=about("Announced groups that serve this name take its requests too."))
     scaling: Scaling = field(factory=Scaling, metadata=about("How many replicas of it run."))
     external: External | None = None
     adapters: tuple[Adapter, ...] = ()

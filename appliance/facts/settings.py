@@ -20,14 +20,13 @@ from appliance.facts.bands import AdmissionSettings
 from appliance.facts.catalog import Model as Model
 from appliance.facts.control import ControlSettings, Store
 from appliance.facts.endpoint import ENGINES, Endpoint
+from appliance.facts.groups import GroupsSettings
 from appliance.facts.keys import about
 
 NOT_YET: Mapping[str, str] = {
     "auth": "keys for the door",
-    "groups": "announced groups",
     "server.admin_listen": "the management API on a loopback TCP address",
     "server.public_url": "links in web pages",
-    "models.groups": "announced groups joining a configured model",
     "models.external": "models of outside providers",
     "models.adapters": "LoRA adapters under names of their own",
 }
@@ -259,6 +258,9 @@ class Settings:
     )
     store: Store = field(factory=Store, metadata=about("What operators decided, kept over restarts."))
     agent: AgentSettings = field(factory=AgentSettings, metadata=about("One node with hardware, and its engines."))
+    groups: GroupsSettings = field(
+        factory=GroupsSettings, metadata=about("Groups that announce themselves on the network.")
+    )
     tracing: Tracing = field(factory=Tracing, metadata=about("Spans over OTLP/HTTP."))
     logging: Logging = field(factory=Logging, metadata=about("Log lines on standard error."))
     state_dir: str = "/var/lib/appliance"

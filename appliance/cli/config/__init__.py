@@ -6,6 +6,7 @@ that compare keys with each other (`check.py`) and with what lies on disk (`file
 
 from __future__ import annotations
 
+from appliance.cli.config.advice import advice
 from appliance.cli.config.example_file import example
 from appliance.cli.config.folders import Places, places
 from appliance.cli.config.loaded import ConfigError, Loaded, admin_sockets, load
@@ -19,6 +20,7 @@ __all__ = [
     "Places",
     "Row",
     "admin_sockets",
+    "advice",
     "changes",
     "example",
     "keep_fixed",

@@ -25,11 +25,9 @@ def check_files(settings: Settings, faulty: Collection[str] = ()) -> list[Fault]
     """Faults of every file named in `settings`; `faulty` holds paths of keys whose value failed already."""
     faults: list[Fault] = []
     for path, field, value in leaves(settings):
-        if field.key.form in ("file", "key_file") and value and path not in faulty:
-            found = list(_unreadable(path, value)) or (
-                list(_no_key(path, value)) if field.key.form == "key_file" else []
-            )
-            faults.extend(found)
+        if field.key.form in ("file", "key_file", "secret_file") and value and path not in faulty:
+            look = {"key_file": _no_key, "secret_file": _no_secret}.get(field.key.form)
+            faults.extend(list(_unreadable(path, value)) or (list(look(path, value)) if look else []))
     server = settings.server
     pair = ("server.tls_cert", "server.tls_key")
     failed = {*faulty, *(fault.path for fault in faults)}
@@ -56,6 +54,13 @@ def _no_key(path: str, file: str) -> Iterator[Fault]:
     if not re.fullmatch(rb"[\x21-\x7e]+", key):
         what = "an empty one" if not key else "something else"
         yield Fault(path, f"expected a file with one key on one line, got {what} in {file}")
+
+
+def _no_secret(path: str, file: str) -> Iterator[Fault]:
+    """An empty file must not mean that nothing is signed."""
+    with open(file, "rb") as opened:
+        if not opened.read(_LARGEST_KEY_FILE_BYTES).strip(b" \t\n\f\r"):
+            yield Fault(path, f"expected a file with a secret, got an empty one in {file}")
 
 
 def _no_pair(cert: str, key: str) -> Iterator[Fault]:

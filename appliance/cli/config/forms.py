@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 import attrs
 
 from appliance.cli.config.quote import UNPRINTABLE
+from appliance.facts.groups import DAEMON_PORT
 from appliance.facts.settings import Address, EngineUrl
 
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*\.?", re.I)
@@ -131,6 +132,39 @@ def control_url(text: str) -> str:
     return f"wss://{host}:{_port(url) or 6384}"
 
 
+def daemon(text: str) -> str:
+    """A daemon's HTTP address as `host:port`; without a port the one that daemons have."""
+    return _host_port(text, DAEMON_PORT)
+
+
+def announce_addr(text: str) -> str:
+    return _host_port(text, 0)
+
+
+def _host_port(text: str, default: int) -> str:
+    """`host`, `host:port` or `[v6]:port`; without a port the default is added, where there is one."""
+    if not text or re.search(r"[\s/@?#]", text):
+        raise Mismatch
+    if text.count(":") > 1 and not text.startswith("["):
+        text = f"[{text}]"
+    url = _authority(f"any://{text}")
+    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
+    port = _port(url) or default
+    return f"{host}:{port}" if port else f"{host}"
+
+
+def source(text: str) -> str:
+    """`local`, a network, an address, or the beginning of one as it is written ("10.0.")."""
+    if text == "local":
+        return text
+    try:
+        return str(ipaddress.ip_network(text, strict=False)) if "/" in text else str(ipaddress.ip_address(text))
+    except ValueError:
+        if not re.fullmatch(r"[0-9A-Fa-f.:]+", text):
+            raise Mismatch from None
+        return text.lower()
+
+
 def store_url(text: str) -> str:
     """Like SQLAlchemy's: three slashes and a relative path, or four for an absolute one."""
     if not text:
@@ -183,6 +217,12 @@ FORMS: dict[str, Form] = {
     "ip": Form('a numeric address such as "10.0.0.5"', ip),
     "control_url": Form('wss://, a host and perhaps a port, such as "wss://box:6384"', control_url),
     "store_url": Form('sqlite:/// and a path, such as "sqlite:////var/lib/appliance/appliance.db"', store_url),
+    "daemon": Form('a host and perhaps a port, such as "10.0.0.5:6380"', daemon),
+    "announce_addr": Form('a host and perhaps a port, such as "10.0.0.5:6382"', announce_addr),
+    "source": Form('"local", a network, an address or the beginning of one, such as "10.0."', source),
+    "universe": Form("a name", str.strip),
+    "secret": Form("a string", str),
+    "secret_file": Form("the path of a file", str),
     "program": Form("the name or the path of a program", program),
     "name": Form("a name without spaces around it", name),
     "file": Form("the path of a file", str),
@@ -197,4 +237,4 @@ TYPES: dict[type, Form] = {
 }
 """By the type of a key that is written as a string."""
 
-PATHS = ("file", "key_file", "socket")
+PATHS = ("file", "key_file", "secret_file", "socket")

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from appliance.cli.config.forms import TYPES
+from appliance.cli.config.mentat import NAMES, Unread
 from appliance.cli.config.quote import got
 from appliance.cli.config.schema import Field, every_key, fields_of, not_yet
 from appliance.facts.errors import Fault
@@ -37,8 +38,7 @@ class Layer:
 
 def overlay(environ: Mapping[str, str]) -> tuple[list[Layer], list[Fault]]:
     """All overlays of the environment, outer keys before inner ones, and the variables that are none."""
-    layers: list[Layer] = []
-    faults: list[Fault] = []
+    layers, faults = _of_clusters(environ)
     for variable in sorted(environ):
         if not variable.startswith(PREFIX) or variable in NOT_OVERLAYS:
             continue
@@ -54,6 +54,22 @@ def overlay(environ: Mapping[str, str]) -> tuple[list[Layer], list[Fault]]:
                 why = re.sub(r" \(at .*\)$", "", str(error))  # the place counts from text that is not the operator's
                 faults.append(Fault(variable, f"expected TOML, got {got(environ[variable])}: {why}"))
     return sorted(layers, key=lambda layer: len(layer.path)), faults
+
+
+def _of_clusters(environ: Mapping[str, str]) -> tuple[list[Layer], list[Fault]]:
+    """What the names of other routers say (`mentat.py`). Our own names for the same keys are laid over them."""
+    layers: list[Layer] = []
+    faults: list[Fault] = []
+    for name, variable in NAMES.items():
+        text = environ.get(name)
+        if text is None or (not text.strip() and not variable.empty_counts):
+            continue
+        try:
+            for key, value in variable.read(text.strip()):
+                layers.append(Layer(tuple(key.split(".")), value, f"environment {name}"))
+        except Unread as wanted:
+            faults.append(Fault(name, f"expected {wanted}, got {got(text)}"))
+    return layers, faults
 
 
 def read(text: str, field: Field) -> Any:

@@ -26,9 +26,12 @@ class Row(NamedTuple):
 
 
 def show(loaded: Loaded) -> list[Row]:
-    """Every key with its effective value. Secrets lie in files, so only URLs and an engine's environment can hold one;
-    both are masked."""
-    return [Row(path, _masked(plain(value)), loaded.origins[path]) for path, _, value in leaves(loaded.settings)]
+    """Every key with its effective value. What may hold a secret is masked: keys that are one, URLs, an engine's
+    environment."""
+    return [
+        Row(path, "***" if field.key.form == "secret" and value else _masked(plain(value)), loaded.origins[path])
+        for path, field, value in leaves(loaded.settings)
+    ]
 
 
 def plain(value: object) -> Any:
