@@ -29,7 +29,7 @@ from appliance.rules.fleet.reconcile import Fleet
 from appliance.rules.fleet.world import World
 from appliance.store.store import Store, open_store
 
-QUICK = ControlSettings(settle_s=0.0, drain_grace_s=2.0)
+QUICK = ControlSettings(settle_s=0.0)
 
 
 def machine(gpus: int = 0, kind: str = "h100-80g", fabric: str = "", bad: Mapping[int, str] | None = None) -> Inventory:

@@ -6,17 +6,19 @@ import random
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.admin import documents, memory
+from appliance.admin import documents, fleet, memory, placing
 from appliance.admin.metrics import Scrapes
 from appliance.admin.running import Running
 from appliance.cli.ctl.commands import COMMANDS, ctl
+from appliance.control.plane import Plane
 from appliance.facts.call import Ask, Call, Caller, Route
+from appliance.facts.catalog import Profile
 from appliance.facts.choice import REFUSED, Attempt
 from appliance.facts.endpoint import Endpoint
 from appliance.facts.settings import Model, Settings
@@ -27,6 +29,7 @@ from appliance.nursery.sleeper import Sleeper
 from appliance.rules.scheduling.pipeline import choose
 from appliance.rules.scheduling.retry import next_step
 from appliance.wire.line import Poller
+from tests.plane_scene import machine, scene
 
 DOCS = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
 SETTINGS = Settings(
@@ -104,10 +107,39 @@ def test_every_key_is_named(everything: dict[str, Any], name: str) -> None:
     assert not missing
 
 
-def test_every_metric_is_named() -> None:
+async def test_every_key_about_the_fleet_is_named(tmp_path: Path) -> None:
+    small = Model("llama", profiles=(Profile("one", "sim"),))
+    large = Model("huge", profiles=(Profile("many", "sim", gpus_per_node=16, tensor_parallel=16),))
+    async with scene(tmp_path, [small, large], {"a": machine(2, fabric="blue", bad={1: "broken"})}) as plane:
+        plane.act()
+        plane.says("llama", "failed", reason="it ended", tail=("no more memory",))
+        plane.act()
+        await plane.cordon("a", "somebody")
+        now = time.monotonic()
+        played = cast(Plane, plane)
+        nodes = await fleet.nodes(played, now)
+        del nodes["nodes"][0]["inventory"]
+        shown = [
+            nodes,
+            await fleet.changed(played, "a", "drain", True, now),
+            fleet.replicas(played, now),
+            placing.placement(played, "huge", now),
+            placing.placement(played, "llama", now),
+            placing.scaled(played, "llama", now),
+            {"fleet": fleet.summary(played, now), "replicas": placing.of_model(played, "llama", now)},
+            await fleet.audit(played, 10),
+        ]
+    del shown[1]["node"]
+    known = set(re.findall(r"[a-z_0-9]+", "\n".join(line for line in DOCS.splitlines() if line.startswith("| `"))))
+    states = {"stopping", "starting", "loading", "draining", "incomplete"}
+    assert not set().union(*(keys_of(document) for document in shown)) - known - states
+
+
+async def test_every_metric_is_named(tmp_path: Path) -> None:
     poller = Poller()
     gateway = Gateway(SETTINGS, poller, random.Random(1))
-    text, _ = Scrapes(gateway)("text/plain")
+    async with scene(tmp_path, [], {"a": machine()}) as plane:
+        text, _ = Scrapes(gateway, lambda: cast(Plane, plane))("text/plain")
     gateway.close()
     poller.close()
     families = {

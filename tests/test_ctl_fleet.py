@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pwd
+import re
 import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import pytest
@@ -21,6 +24,8 @@ import trio
 from appliance.admin.fleet import replica_states
 from appliance.admin.metrics import Scrapes
 from appliance.admin.running import Running
+from appliance.cli.ctl.screen import console
+from appliance.cli.main import run
 from appliance.cli.operations import Operations
 from appliance.facts.catalog import Model, Profile, Scaling
 from tests.operator_router import APPLIANCE, environment
@@ -88,14 +93,17 @@ class Seen:
     folder: Path
 
     async def ctl(self, *arguments: str, **env: str) -> CompletedProcess[str]:
-        done = await trio.run_process(
-            [*APPLIANCE, "ctl", *arguments],
-            env={**environment(self.folder), **env},
-            capture_stdout=True,
-            capture_stderr=True,
-            check=False,
-        )
-        return CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+        """What ctl does, in a thread of this process: most of its time would be spent on importing it."""
+        return await trio.to_thread.run_sync(self._run, arguments, env)
+
+    def _run(self, arguments: tuple[str, ...], env: dict[str, str]) -> CompletedProcess[str]:
+        out, err = io.StringIO(), io.StringIO()
+        console.cache_clear()
+        beside = {**environment(self.folder), **env}
+        with patch.dict(os.environ, beside, clear=True), redirect_stdout(out), redirect_stderr(err):
+            status = run(["ctl", *arguments])
+        console.cache_clear()
+        return CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
     async def says(self, *arguments: str, status: int = 0) -> str:
         """What ctl prints; the exit status must be `status`."""
@@ -194,7 +202,7 @@ async def test_a_node_in_trouble_says_which(tmp_path: Path, planes: list[ScenePl
             "blue-1": "ready", "blue-2": "unreachable", "island": "lost", "late": "ready", "new": "expected",
         }  # fmt: skip
         words = await at.says("nodes")
-        assert "blue-2: unreachable: not connected for 0 s; what ran there is started elsewhere in 60 s" in words
+        assert re.search(r"blue-2: unreachable: not connected for \d+ s; what ran there is started elsewhere in", words)
         assert "island: lost: nothing was heard of it for " in words
         assert "new: expected: it has a certificate and has not called since this router started" in words
         assert "late: its clock is 90 s behind this machine's: set both by NTP" in words
@@ -249,10 +257,10 @@ async def test_a_drain_waits_for_the_replacements(tmp_path: Path, planes: list[S
         nursery.start_soon(at.plane.go_on)
         told = (await at.says("drain", "blue-1")).splitlines()
         assert told[0] == "blue-1 drains" and told[1].startswith("3 replicas must go: llama.")
-        assert told[2] == "each goes on until its replacement serves elsewhere, and is stopped without one in 2 s"
+        assert told[2] == "each goes on until its replacement serves elsewhere, and is stopped without one in 10 min"
         assert "blue-1 is drained" in told
         # two nodes of the fabric are needed for this one, and there is only one left
-        assert told[-1].startswith("wide: 1 missing: no node has room for it: ")
+        assert told[-1].startswith("wide: 1 missing: ")
         assert at.plane.world.nodes["blue-1"].draining_since is not None
         where = {replica.nodes for replica in at.plane.world.replicas.values() if replica.model == "llama"}
         assert where == {("blue-2",)}
@@ -264,7 +272,7 @@ async def test_a_drain_waits_for_the_replacements(tmp_path: Path, planes: list[S
 
 
 async def test_a_drain_need_not_be_waited_for_and_can_be_taken_back(tmp_path: Path, planes: list[ScenePlane]) -> None:
-    async with seen(tmp_path, planes, attrs.evolve(QUICK, drain_grace_s=600.0)) as at:
+    async with seen(tmp_path, planes) as at:
         at.plane.says("wide", "ready")
         at.plane.act()
         at.plane.serving = False
@@ -281,6 +289,17 @@ async def test_a_drain_need_not_be_waited_for_and_can_be_taken_back(tmp_path: Pa
             assert await waiting.ended() == (1, "appliance: blue-2 drains no more: somebody has uncordoned it "
                                                 "(ctl audit says who)\n")  # fmt: skip
             nursery.cancel_scope.cancel()
+
+
+async def test_a_drain_of_the_only_possible_node_ends_with_the_grace(tmp_path: Path, planes: list[ScenePlane]) -> None:
+    async with seen(tmp_path, planes, attrs.evolve(QUICK, drain_grace_s=1.0)) as at, trio.open_nursery() as nursery:
+        at.plane.says("wide", "ready")
+        nursery.start_soon(at.plane.go_on)
+        told = (await at.says("drain", "blue-2")).splitlines()
+        assert any(line.startswith("0 of 1 replica gone, ") and "; waiting for wide." in line for line in told)
+        assert told[-2] == "blue-2 is drained"
+        assert told[-1].startswith("wide: 1 missing: ")
+        nursery.cancel_scope.cancel()
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -337,12 +356,21 @@ async def test_replicas_tell_which_part_failed_and_what_is_missing(tmp_path: Pat
         words = await at.says("replicas")
         assert "   rank 1 on blue-1: failed: it ended by itself, exit status 1\n" in words
         assert "      | RuntimeError: NCCL error\n" in words
-        plane.act()
+        for _ in range(5):
+            plane.act()
+        assert wide["id"] not in plane.world.replicas
+        later = time.monotonic() + 100
+        plane.fleet.history.backoffs["wide"] = attrs.evolve(plane.fleet.history.backoffs["wide"], until=later)
         missing = next(each for each in (await at.read("replicas"))["missing"] if each["model"] == "wide")
-        assert 0 < missing["again_s"] <= 2 and missing["failures"][0]["node"] == "blue-1"
+        assert 0 < missing["again_s"] <= 100 and missing["failures"][0]["node"] == "blue-1"
         words = await at.says("replicas")
         assert "wide: 1 missing: it failed once: it ended by itself on blue-1" in words
-        assert f"   {wide['id']} failed " in words and words.count("exit status 1") == 1
+        assert re.search(
+            rf"   {wide['id']} failed \d+ s ago: rank 1 on blue-1: it ended by itself, exit status 1\n", words
+        )
+        assert "      | RuntimeError: NCCL error\n" in words
+        assert await at.says("logs", wide["id"], "--rank", "1", "--lines", "1") == "RuntimeError: NCCL error\n"
+        assert f"failed   {wide['id']}, " in await at.says("explain", "placement", "wide")
 
 
 async def test_placement_of_a_model_that_cannot_run_names_every_node(tmp_path: Path, planes: list[ScenePlane]) -> None:

@@ -89,14 +89,18 @@ def add(app: QuartTrio, running: Running) -> None:
         pieces = there.log(replica, rank, lines, bool(follow))
         first: Sequence[str] | None = ()
         if replica not in there.world.replicas:
-            # One that was given up may have left a log with its node; of any other the answer is no, and comes at once.
+            # One that was given up may have left a log with its node, one that failed its last lines with its report;
+            # of any other the answer is no, and comes at once.
             try:
                 first = await anext(pieces, None)
             except Refusal as refusal:
                 if refusal.code != "replica_not_found":
                     raise
-                message = fleet.unknown("replica", replica, there.world.replicas)
-                raise Refusal(404, "replica_not_found", message) from None
+                first = fleet.last_words(there, replica, rank)
+                if first is None:
+                    message = fleet.unknown("replica", replica, there.world.replicas)
+                    raise Refusal(404, "replica_not_found", message) from None
+                first = first[-lines:] if lines else ()
         answer = Response(_lines(replica, rank, first, pieces), content_type="application/x-ndjson")
         answer.timeout = None  # a follow lasts as long as somebody reads; when they leave, the request is cancelled
         return answer

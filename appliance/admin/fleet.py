@@ -200,6 +200,16 @@ def missing(plane: Plane, now: float, model: str = "") -> Iterator[Document]:
             }
 
 
+def last_words(plane: Plane, replica: str, rank: int) -> tuple[str, ...] | None:
+    """The last lines of a part of a replica that failed and is gone, as its report had them; None when nothing is known
+    of it."""
+    for failed in plane.fleet.history.failures.values():
+        for each in failed:
+            if (each.replica, each.rank) == (replica, rank):
+                return each.tail
+    return None
+
+
 def failures(why: Why, now: float) -> list[Document]:
     """The model's last failures, the latest first."""
     return [
@@ -211,6 +221,7 @@ def failures(why: Why, now: float) -> list[Document]:
             "reason": each.reason,
             "exit": each.exit,
             "line": each.line,
+            "tail": list(each.tail),
             "ago_s": now - each.at,
             "told": each.sentence,
         }

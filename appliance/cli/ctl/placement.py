@@ -57,8 +57,9 @@ def _about(document: Document) -> Iterator[tuple[str, str]]:
     yield "wanted", f"{counted(document['wanted'], 'replica')}: {document['wanted_because']}"
     yield "ready", f"{document['ready']:,}"
     for each in document["missing"]:
-        again = f"; tried again in {whole_seconds(each['again_s'])}" if each["again_s"] else ""
-        yield "missing", f"{each['count']:,}: {each['reason']}{again}"
+        yield "missing", f"{each['count']:,}: {each['reason']}"
+    for failure in document["failures"]:
+        yield "failed", f"{failure['replica']}, {whole_seconds(failure['ago_s'])} ago: {failure['told']}"
 
 
 def _tell_profile(number: int, profile: Document) -> None:

@@ -84,10 +84,10 @@ def _troubles(replica: dict[str, Any]) -> Iterator[Text]:
 
 def _missing(missing: list[dict[str, Any]]) -> Iterator[Text]:
     for each in missing:
-        again = f"; tried again in {whole_seconds(each['again_s'])}" if each["again_s"] else ""
-        number = f"{each['count']} missing: " if each["count"] > 1 else "1 missing: "
-        yield Text(f"{each['model']}: {number}{each['reason']}{again}", style="yellow")
-        for failure in each["failures"][:FAILURES]:
-            told = ", ".join(said for said in (failure["told"], failure["exit"]) if said)
-            when = whole_seconds(failure["ago_s"])
-            yield Text(f"   {failure['replica']} failed {when} ago: {told}", style="red")
+        yield Text(f"{each['model']}: {each['count']} missing: {each['reason']}", style="yellow")
+        for number, failure in enumerate(each["failures"][:FAILURES]):
+            told = ", ".join(said for said in (failure["reason"], failure["exit"]) if said)
+            when, where = whole_seconds(failure["ago_s"]), f"rank {failure['rank']} on {failure['node']}"
+            yield Text(f"   {failure['replica']} failed {when} ago: {where}: {told}", style="red")
+            for line in failure["tail"][-LOG_LINES:] if number == 0 else ():
+                yield Text(f"      | {line}", style="dim")

@@ -39,7 +39,8 @@ class Actions:
 
 @attrs.frozen
 class Failure:
-    """One replica that failed by itself. `line` is the last line of the shard's log, "" when it left none."""
+    """One replica that failed by itself. `line` is the last line of the shard's log, "" when it left none; `tail` are
+    the last ones, for operators who come after the node has forgotten it."""
 
     at: float
     replica: str
@@ -49,6 +50,7 @@ class Failure:
     reason: str
     exit: str = ""
     line: str = ""
+    tail: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:

@@ -52,7 +52,17 @@ def trouble(world: World, placed: Placed, now: float) -> Trouble | None:
     # The first to fail is the cause; the others lost their peer.
     found.sort(key=lambda each: placed.states[each[0]][1] if each[0] in placed.states else now)
     failed = tuple(
-        Failure(now, placed.id, placed.profile.name, node, rank, report.reason, report.exit, last_line(report))
+        Failure(
+            now,
+            placed.id,
+            placed.profile.name,
+            node,
+            rank,
+            report.reason,
+            report.exit,
+            last_line(report),
+            report.tail,
+        )
         for rank, node, report in found
         if report.state == "failed"
     )
