@@ -46,11 +46,13 @@ def model(name: str = "llama", least: int = 1, most: int = 0, idle_s: float = 0.
 
 @attrs.define
 class Agent:
-    """One node's agent. `inbox` and `outbox` are what is under way; `off_s` is how far its clock is ahead."""
+    """One node's agent. `inbox` and `outbox` are what is under way; `off_s` is how far its clock is ahead.
+    While it is `slow` only signs of life come through, and the rest waits."""
 
     name: str
     inventory: Inventory
     connected: bool = False
+    slow: bool = False
     off_s: float = 0.0
     boots: int = 0
     shards: dict[str, Report] = attrs.field(factory=dict)
@@ -191,6 +193,9 @@ class Scene:
 
     def deliver(self, agent: Agent) -> None:
         if not agent.connected:
+            return
+        if agent.slow:
+            self.world.heard(agent.name, self.now)
             return
         inbox, agent.inbox = agent.inbox, []
         for command in inbox:

@@ -48,6 +48,15 @@ class Fleets(RuleBasedStateMachine):
         self.scene.deliver(self.scene.agents[name])
         self.scene.step()
 
+    @rule(name=some_node, slow=st.booleans())
+    def is_slow(self, name: str, slow: bool) -> None:
+        self.scene.agents[name].slow = slow
+
+    @rule(seconds=st.integers(1, 100))
+    def control_plane_is_held_up(self, seconds: int) -> None:
+        self.scene.now += seconds
+        self.scene.step()
+
     # -- nodes
 
     @rule(name=some_node)
@@ -83,6 +92,12 @@ class Fleets(RuleBasedStateMachine):
     @rule(name=some_node, breaks=st.booleans())
     def loads_fail(self, name: str, breaks: bool) -> None:
         self.scene.breaks = lambda report: breaks and report.shard.node == name
+
+    @rule(name=some_node)
+    def is_revoked(self, name: str) -> None:
+        """It may come back with a new certificate, and with all it has."""
+        self.scene.cut(name)
+        self.scene.world.forget(name, self.scene.now)
 
     # -- the control plane and its operators
 
@@ -135,6 +150,7 @@ class Fleets(RuleBasedStateMachine):
             self.uncordons(name)
         scene.demand.clear()
         for agent in scene.agents.values():
+            agent.slow = False
             if not agent.connected or not scene.world.nodes[agent.name].connected:
                 scene.connect(agent.name)
         scene.run(1200, 2.0)

@@ -63,6 +63,9 @@ def test_what_ran_on_a_lost_node_is_rebuilt_and_its_return_leaves_nothing_twice(
     scene.run(10)
     assert scene.running == [f"{second}/0"]
     assert scene.agents[home].shards == {}
+    # It takes no request again, nor does anybody wait for it to finish some.
+    [stop] = [each for each in scene.agents[home].seen if isinstance(each, Stop)]
+    assert (stop.drain_s, stop.reason) == (0.0, "it was replaced while this node was away")
     assert scene.world.tombs == {}
     assert scene.run(60) == 0
 
@@ -87,6 +90,43 @@ def test_a_replica_on_two_nodes_dies_with_one_of_them_and_moves_to_the_fabric_th
     assert "wide" not in scene.fleet.history.backoffs
 
 
+def test_a_lost_node_that_comes_back_with_nothing_is_remembered_for_nothing() -> None:
+    scene = scene_of("a", "b")
+    scene.run(40)
+    home = where(scene, scene.ready("llama")[0])
+    scene.cut(home)
+    scene.agents[home].shards.clear()
+    scene.run(80)
+    assert scene.world.tombs != {}
+    scene.connect(home)
+    assert scene.world.tombs == {}
+
+
+def test_a_lost_node_that_returns_while_its_replacement_loads_is_still_superseded() -> None:
+    scene = scene_of("a", "b")
+    scene.run(40)
+    [first] = scene.ready("llama")
+    home = where(scene, first)
+    scene.cut(home)
+    scene.run(63)
+    scene.connect(home)
+    assert scene.ready("llama") == []
+    scene.run(20)
+    [second] = scene.ready("llama")
+    assert second != first
+    assert scene.running == [f"{second}/0"]
+
+
+def test_the_clock_of_silence_goes_on_when_the_connection_closes() -> None:
+    scene = scene_of("a")
+    scene.run(40)
+    scene.cut("a")
+    scene.run(15)
+    scene.part("a")
+    scene.run(6)
+    assert scene.world.nodes["a"].state == "unreachable"
+
+
 def test_an_agent_that_starts_anew_within_a_second_changes_nothing() -> None:
     scene = scene_of("a", "b")
     scene.run(40)
@@ -101,9 +141,10 @@ def test_an_agent_that_starts_anew_within_a_second_changes_nothing() -> None:
 
 def test_a_node_is_given_nothing_while_its_agent_is_away() -> None:
     scene = scene_of("a", "b")
+    scene.run(15)
     scene.part("a")
-    scene.run(19.0)
-    scene.tick()
+    scene.run(6)
+    assert scene.world.nodes["a"].state == "ready"
     [placed] = scene.world.replicas.values()
     assert placed.nodes == ("b",)
 
@@ -179,7 +220,10 @@ def test_a_replica_in_part_waits_for_the_rest_while_a_node_may_still_come() -> N
     scene.run(40)
     [first] = scene.ready("wide")
     rest = scene.world.replicas[first].nodes[1]
+    scene.load_s = 1e9
     scene.restart(expecting=False)
+    scene.run(25)
+    assert scene.fleet.settled
     scene.connect(*[name for name in scene.agents if name != rest])
     # The node of the other rank holds a certificate and has not called.
     scene.world.expect(rest, scene.now)
@@ -192,14 +236,17 @@ def test_a_replica_in_part_waits_for_the_rest_while_a_node_may_still_come() -> N
 
 def test_a_replica_in_part_whose_rest_is_nowhere_is_given_up() -> None:
     scene = scene_of("a", "b", "c", models=[WIDE], fabric="x")
+    scene.load_s = 1e9
     scene.run(40)
-    [first] = scene.ready("wide")
+    [first] = scene.world.replicas
     rest = scene.world.replicas[first].nodes[1]
     scene.cut(rest)
     scene.agents[rest].shards.clear()
     scene.restart(expecting=False)
     scene.connect()
-    scene.breaks = lambda report: False
+    scene.run(20)
+    assert [event.fields["reason"] for event in scene.told("replica_given_up")] == ["no node has its rank 1"]
+    scene.load_s = 10
     scene.run(60)
     [second] = scene.ready("wide")
     assert second != first
@@ -230,6 +277,18 @@ def test_a_command_is_said_once_per_connection() -> None:
     assert [scene.step() for _ in range(3)] == [1, 0, 0]
 
 
+def test_nothing_is_said_to_a_node_that_is_away() -> None:
+    scene = scene_of("a")
+    scene.run(40)
+    scene.part("a")
+    scene.configure()
+    assert scene.run(5) == 0
+    scene.connect("a")
+    assert scene.step() == 1
+    scene.run(10)
+    assert scene.running == []
+
+
 def test_a_second_registration_on_top_of_the_first_is_taken_as_a_new_connection() -> None:
     scene = scene_of("a", "b")
     scene.run(40)
@@ -255,6 +314,7 @@ def test_shards_that_an_agent_has_lost_are_started_elsewhere_as_a_failure() -> N
 
 def test_a_cordoned_node_gets_nothing_even_before_it_was_heard_of() -> None:
     scene = Scene([inventory("a"), inventory("b")], [model(least=2)])
+    scene.restart(expecting=False)
     scene.world.cordon("a")
     scene.connect()
     scene.run(40)
@@ -320,6 +380,22 @@ def test_one_replica_reported_by_two_nodes_runs_on_one_of_them() -> None:
     assert scene.agents[other].shards == {}
     assert len(scene.agents[home].shards) == 1
     assert scene.run(60) == 0
+
+
+def test_what_was_called_a_stray_stays_one_when_its_double_is_gone() -> None:
+    scene = scene_of("a", "b")
+    scene.run(40)
+    [first] = scene.ready("llama")
+    home = where(scene, first)
+    other = "b" if home == "a" else "a"
+    scene.agents[other].shards.update(scene.agents[home].shards)
+    [report] = scene.agents[home].live
+    scene.connect(other)
+    scene.world.forget(home, scene.now)
+    scene.tick(0.1)
+    scene.world.bury(scene.world.replicas[first]) if first in scene.world.replicas else None
+    scene.world.report(other, [attrs.evolve(report, state="stopping")], (), scene.now)
+    assert first not in scene.world.replicas
 
 
 def test_a_lost_node_counts_again_only_when_it_registers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from random import Random
 
 import attrs
 
@@ -109,11 +110,38 @@ def test_the_wait_grows_with_each_failure_and_is_forgotten_after_a_while_of_serv
 
 def test_a_model_has_recovered_only_after_serving_for_a_while() -> None:
     scene = scene_of("a")
+    scene.load_s = 30
     scene.agents["a"].become(scene.running[0], "failed", scene.now, reason="x")
-    scene.run(20)
+    scene.run(40)
     assert len(scene.ready("llama")) == 1
+    scene.run(STEADY_S - 10)
     assert "llama" in scene.fleet.history.backoffs
-    scene.run(STEADY_S)
+    scene.run(10)
+    assert scene.fleet.history.backoffs == {}
+
+
+def test_one_that_serves_does_not_excuse_another_one_that_always_fails() -> None:
+    scene = Scene([inventory("a", gpus=1), inventory("b", gpus=1)], [model(least=2)])
+    scene.breaks = lambda report: report.shard.node == "b"
+    scene.load_s = 2 * STEADY_S
+    scene.connect()
+    scene.run(1000)
+    assert len(scene.ready("llama")) == 1
+    assert scene.fleet.history.backoffs["llama"].failures > 4
+
+
+def test_a_failure_of_what_is_going_anyway_holds_the_new_one_up_in_nothing() -> None:
+    scene = scene_of("a", gpus=1)
+    scene.busy = True
+    scene.configure(changed(model(), "--new"), model("other", gpus_per_node=9))
+    scene.world.cordon("a")
+    scene.restart()
+    scene.connect()
+    [old] = scene.ready("llama")
+    scene.run(15)
+    scene.agents["a"].become(f"{old}/0", "failed", scene.now, reason="x")
+    scene.run(30)
+    assert scene.fleet.history.total == {"llama": 1}
     assert scene.fleet.history.backoffs == {}
 
 
@@ -241,6 +269,37 @@ def test_an_endpoint_leaves_before_its_replica_is_told() -> None:
     assert command.shard_id.split("/")[0] not in scene.ready("llama")
 
 
+def test_what_does_not_serve_yet_goes_before_what_serves_on_a_cordoned_node() -> None:
+    scene = scene_of("a", "b", gpus=1)
+    kept = scene.ready("llama")
+    scene.world.cordon(where(scene, kept[0]))
+    scene.configure(model(least=2))
+    scene.run(5)
+    assert len(scene.running) == 2
+    scene.configure(model())
+    scene.run(10)
+    assert scene.ready("llama") == kept
+    assert len(scene.running) == 1
+
+
+def test_no_two_replicas_have_one_id() -> None:
+    class Twice(Random):
+        """Says everything twice."""
+
+        said: str = ""
+
+        def choice(self, seq: str) -> str:  # type: ignore[override]
+            self.said += seq[len(self.said) // 10]
+            return self.said[-1]
+
+    scene = Scene([inventory("a")], [model(least=2)])
+    scene.rng = Twice(7)
+    scene.connect()
+    scene.run(40)
+    assert scene.ready("llama") == ["llama.aaaaa", "llama.bbbbb"]
+    assert len(scene.told("replica_placed")) == 2
+
+
 def test_a_drain_goes_on_over_a_restart_of_the_control_plane() -> None:
     scene = scene_of("a", models=[model(least=2)])
     scene.busy = True
@@ -251,6 +310,7 @@ def test_a_drain_goes_on_over_a_restart_of_the_control_plane() -> None:
     scene.connect()
     scene.run(30)
     assert scene.ready("llama") == [kept]
+    assert len(scene.running) == 2
     scene.busy = False
     scene.run(5)
     assert scene.running == [f"{kept}/0"]

@@ -115,6 +115,9 @@ def test_explain_names_every_node_and_why() -> None:
     assert reasons["d"] == "it has been unreachable for 10 s"
     assert reasons["e"].startswith("it needs 3 GPUs")
     assert (why.wanted, why.serving, why.starting, why.because) == (1, 0, 0, "min_replicas is 1")
+    scene.part("e")
+    scene.tick(3)
+    assert scene.fleet.explain("llama", scene.now).rejections[4].reason == "its agent is not connected, for 3 s"
     assert why.missing.startswith("no node has room for it: a: it is cordoned; b: it is being drained;")
     assert why.missing.endswith("and 2 more reasons")
 

@@ -20,7 +20,7 @@ Stage = Literal["running", "stopping", "over"]
 
 @attrs.define
 class Node:
-    """One node. `heard_at` is when it last said anything (or was expected, or its connection closed), by our clock.
+    """One node. `heard_at` is when it last said anything (or was first expected), by our clock.
 
     `session` counts connections; what was sent on an earlier one may be lost. `reports` are by shard id, `booked` are
     shards that are to run here and were not reported yet. `told` says what was commanded on this connection: verb and
@@ -34,6 +34,8 @@ class Node:
     since: float = 0.0
     heard_at: float = 0.0
     connected: bool = False
+    parted_at: float = 0.0
+    """When its last connection closed."""
     session: int = 0
     cordoned: bool = False
     draining_since: float | None = None

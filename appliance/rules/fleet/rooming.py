@@ -78,7 +78,7 @@ def why_not(node: Node, now: float | None = None) -> str:
         case "unreachable":
             return f"it has been unreachable{for_s}"
     if not node.connected:
-        return "its agent is not connected"
+        return f"its agent is not connected{f', for {now - node.parted_at:.0f} s' if now is not None else ''}"
     if node.draining_since is not None:
         return "it is being drained"
     return "it is cordoned" if node.cordoned else ""

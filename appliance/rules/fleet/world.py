@@ -70,11 +70,6 @@ class World:
             self._take_in(node, report, now)
         for shard_id in before - set(node.reports):
             self._vanished(node, shard_id)
-        # What was booked and did not arrive is said again, if it is still wanted.
-        for shard_id, shard in list(node.booked.items()):
-            placed = self.replicas.get(shard.replica)
-            if placed is None or placed.stage != "running":
-                del node.booked[shard_id]
         self._open_tombs(node)
         self._changed(node)
 
@@ -115,11 +110,9 @@ class World:
             self._changed(node)
 
     def parted(self, name: str, now: float) -> None:
-        """Its connection is closed. An agent that starts anew is back in a second; the clock of silence starts now."""
+        """Its connection is closed, so it is silent. An agent that starts anew is back in a second."""
         if (node := self.nodes.get(name)) is not None and node.connected:
-            node.connected = False
-            if node.state == "ready":
-                node.heard_at = now
+            node.connected, node.parted_at = False, now
             self._changed(node)
 
     # -- what operators do ---------------------------------------------------------------------------------------------
