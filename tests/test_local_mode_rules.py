@@ -209,6 +209,21 @@ def test_a_model_that_served_steadily_has_recovered() -> None:
     assert rules.decide(ready, NODE, 200.0, Random(1)).again_at == math.inf
 
 
+def test_one_that_serves_does_not_excuse_another_one_that_always_fails() -> None:
+    rules = alone(model(replicas=2))
+    good, bad = rules.decide({}, NODE, 0.0, Random(1)).starts
+    for number, at in enumerate((100.0, 110.0, 120.0), start=1):
+        there = {good.id: report(good, "ready", 1.0), bad.id: report(bad, "failed", at)}
+        for look_at in (at, at + 0.1):
+            decision = rules.decide(there, NODE, look_at, Random(1))
+            assert decision.starts == ()
+        assert rules.backoffs["m"].failures == number
+    there[bad.id] = report(bad, "ready", 200.0)
+    assert rules.decide(there, NODE, 201.0, Random(1)).again_at == 200.0 + STEADY_S
+    rules.decide(there, NODE, 200.0 + STEADY_S, Random(1))
+    assert rules.backoffs == {}
+
+
 def test_a_changed_model_is_tried_at_once_and_others_wait_on() -> None:
     rules = alone(model("a"), model("b"))
     broken = {

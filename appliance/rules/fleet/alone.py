@@ -9,7 +9,7 @@ wants it any more, or when it runs by a profile that is no longer written down s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from random import Random
 
 import attrs
@@ -101,7 +101,7 @@ class Alone:
                 waiting.append(placed)
             else:
                 starts.append(placed)
-        again = [self._steady_at(report) for report in reports.values()] + [each.again_at for each in waiting]
+        again = [_steady_at(name, reports.values()) for name in self.backoffs] + [each.again_at for each in waiting]
         return Decision(
             tuple(stops),
             tuple(forgets),
@@ -110,7 +110,7 @@ class Alone:
             min((at for at in again if at > now), default=math.inf),
         )
 
-    def _learn(self, reports: Iterable[Report], now: float, rng: Random) -> None:
+    def _learn(self, reports: Collection[Report], now: float, rng: Random) -> None:
         seen = set()
         names = {model.name for model in self.models}
         for report in reports:
@@ -124,14 +124,9 @@ class Alone:
                     reason = report.reason or "it failed without saying why"
                     self.failures[name] = self.failures.get(name, 0) + 1
                     self.backoffs[name] = failed(self.backoffs.get(name, Backoff()), reason, now, rng)
-            elif report.state == "ready" and now - report.since >= STEADY_S:
-                self.backoffs.pop(name, None)
         self._counted = seen
-
-    def _steady_at(self, report: Report) -> float:
-        """When a model that failed before has recovered, if it goes on serving."""
-        waits = report.state == "ready" and report.shard.model in self.backoffs
-        return report.since + STEADY_S if waits else math.inf
+        for name in [name for name in self.backoffs if now >= _steady_at(name, reports)]:
+            del self.backoffs[name]
 
     def _unwanted(self, report: Report, places: Mapping[str, Model]) -> str:
         """Why nobody wants this shard any more, "" if somebody does."""
@@ -166,6 +161,13 @@ class Alone:
                 context_tokens=model.context_tokens,
             )
         return Waiting(replica, model.name, "; ".join(reasons))
+
+
+def _steady_at(model: str, reports: Iterable[Report]) -> float:
+    """When a model that failed before has recovered, if all of it goes on serving. One replica that never failed says
+    nothing of another one that always does: by its word that one would be started without a wait, for ever."""
+    ready = (report.since if report.state == "ready" else math.inf for report in reports if report.shard.model == model)
+    return max(ready, default=math.inf) + STEADY_S
 
 
 def _numbers(model: Model) -> Sequence[int]:
