@@ -288,6 +288,26 @@ async def test_the_reason_of_an_end_is_told(tmp_path: Path) -> None:
                 await agent.receive()
 
 
+async def test_many_send_at_once_on_one_link(tmp_path: Path) -> None:
+    with trio.fail_after(10):
+        async with over_tls(tmp_path) as (agent, plane), trio.open_nursery() as nursery:
+            for number in range(8):
+                nursery.start_soon(agent.send, LogLines(str(number), ("x" * 500_000,)))
+            await trio.testing.wait_all_tasks_blocked(0.05)  # all of them wait for room by now
+            came = {typing.cast(LogLines, await plane.receive()).request for _ in range(8)}
+            assert came == {str(number) for number in range(8)}
+
+
+async def test_two_that_part_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "CLOSE_S", 60.0)
+    with trio.fail_after(10):
+        async with over_tls(tmp_path) as (agent, plane), trio.open_nursery() as nursery:
+            nursery.start_soon(plane.aclose)
+            with pytest.raises(LinkClosed):
+                await agent.receive()
+            await agent.aclose()
+
+
 async def test_a_connection_cut_in_the_middle_is_an_end(tmp_path: Path) -> None:
     with trio.fail_after(10):
         async with over_tls(tmp_path) as (agent, plane):
