@@ -119,15 +119,11 @@ class Fleet:
 
     def waking(self, now: float) -> Mapping[str, str]:
         """Models without an endpoint whose requests may wait for one, each with a sentence on how far it is."""
-        serving = {name for each in self.endpoints() for name in each.models or ()}
-        told = ((name, telling.progress(self, name, now)) for name in self.models if name not in serving)
-        return {name: sentence for name, sentence in told if sentence}
+        return {name: sentence for name, sentence, _ in telling.absent(self, now) if sentence}
 
     def troubles(self, now: float) -> Mapping[str, str]:
         """Models that do not serve and cannot be started now, each with a sentence that says why."""
-        serving = {name for each in self.endpoints() for name in each.models or ()}
-        told = ((name, telling.hindrance(self, name, now)) for name in self.models if name not in serving)
-        return {name: sentence for name, sentence in told if sentence}
+        return {name: reason for name, sentence, reason in telling.absent(self, now) if reason}
 
     def explain(self, model: str, now: float) -> Why:
         """Why each replica that is wanted of `model` is not there. Raises KeyError for a model without profiles."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from appliance.rules.fleet.actions import Why
@@ -20,31 +20,28 @@ TOLD = 3
 """How many reasons a sentence names."""
 
 
-def progress(fleet: Fleet, name: str, now: float) -> str:
-    """How far a model is that does not serve and soon may, "" for one that waiting does not help."""
-    if fleet.overrides.get(name) == 0:
-        return ""
-    running = [placed for placed in fleet.world.replicas.values() if placed.model == name and placed.stage == "running"]
-    starting = [placed for placed in running if not placed.broken and phase(fleet.world, placed) != "stopping"]
-    if starting:
-        first = min(starting, key=lambda placed: placed.made_at)
-        return _starting(fleet, first, now)
-    if not fleet.settled:
-        return _settling(fleet, now)
-    if fleet.history.waiting(name, now) or fleet.unplaced.get(name):
-        return ""
-    if name in fleet.unplaced:
-        return "it waits for room that another replica is leaving"
-    return "it is about to be started"
-
-
-def hindrance(fleet: Fleet, name: str, now: float) -> str:
-    """Why waiting for a model does not help, "" when it does."""
-    if progress(fleet, name, now):
-        return ""
-    if fleet.overrides.get(name) == 0:
-        return "an operator has stopped it"
-    return _missing(fleet, name, now)
+def absent(fleet: Fleet, now: float) -> Iterator[tuple[str, str, str]]:
+    """Every model without an endpoint: how far it is, or why waiting does not help. The other one is ""."""
+    serving = {name for each in fleet.endpoints() for name in each.models or ()}
+    starting: dict[str, Placed] = {}
+    for placed in fleet.world.replicas.values():
+        if placed.model not in serving and placed.stage == "running" and not placed.broken:
+            first = starting.get(placed.model)
+            if (first is None or placed.made_at < first.made_at) and phase(fleet.world, placed) != "stopping":
+                starting[placed.model] = placed
+    for name in fleet.models:
+        if name in serving:
+            continue
+        if fleet.overrides.get(name) == 0:
+            yield name, "", "an operator has stopped it"
+        elif name in starting:
+            yield name, _starting(fleet, starting[name], now), ""
+        elif not fleet.settled:
+            yield name, _settling(fleet, now), ""
+        elif fleet.history.waiting(name, now) or fleet.unplaced.get(name):
+            yield name, "", _missing(fleet, name, now)
+        else:
+            yield name, _missing(fleet, name, now) or "it is about to be started", ""
 
 
 def explain(fleet: Fleet, name: str, now: float) -> Why:

@@ -93,8 +93,8 @@ class World:
             if node.reports.pop(shard_id, None) is not None:
                 self._vanished(node, shard_id)
             node.strays.discard(shard_id)
-            node.told.pop(("stop", shard_id), None)
-            node.told.pop(("forget", shard_id), None)
+            for verb in ("start", "stop", "forget"):
+                node.told.pop((verb, shard_id), None)
         self._open_tombs(node)
         self._changed(node)
 
