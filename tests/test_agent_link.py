@@ -413,7 +413,7 @@ async def test_nobody_reads_on_after_the_end_of_a_request(tmp_path: Path) -> Non
     log = tmp_path / "log"
     log.write_text("one\n")
     async with calling(log=str(log)) as scene:
-        line = await scene.welcomed()
+        line = await scene.welcomed(beat_s=0.05)
         await follow(scene, line)
         await line.hear(say.LogLines)
         await line.say(say.AskLog("r", "a.1/0", 2))
@@ -422,6 +422,9 @@ async def test_nobody_reads_on_after_the_end_of_a_request(tmp_path: Path) -> Non
         await line.say(say.EndLog("never asked"))
         await line.say(say.AskLog("r", "a.1/0", 1))
         assert await lines_of(line, "r") == (["line 0"], "")
+        with log.open("a") as file:
+            file.write("two\n")
+        await line.only_beats(15)
 
 
 async def test_readers_of_logs_are_limited(tmp_path: Path) -> None:
