@@ -4,6 +4,7 @@
 #   make test    lint, types and all tests
 #   make test-engines   vLLM and SGLang themselves, serving on the CPU: 3.8 GB, and about 10 minutes the first time
 #   make test-ray       Ray itself, as the sidecar of vLLM: 0.3 GB
+#   make test-mcp       the official MCP packages of Python 1.x and Node beside Python's 2.x: 0.1 GB
 #   make lint    ruff and mypy alone
 #   make binary  dist/appliance/appliance: the program in a folder that needs no installed Python, tried out
 #   make bench   the figures of docs/performance.md, against other routers (ROWS=throughput for one row)
@@ -32,7 +33,14 @@ RAY_VENV := .venv-ray
 HAS_RAY := $(RAY_VENV)/.has-ray
 RAY_VERSION := 2.60.0
 
-.PHONY: run test test-engines test-ray lint binary bench lock clean
+# The older official MCP packages, for `make test-mcp` alone: one environment cannot hold two versions of one package.
+MCP_VENV := .venv-mcp
+HAS_MCP := $(MCP_VENV)/.has-mcp
+MCP_VERSION := 1.30.0
+MCP_SDK := $(MCP_VENV)/node_modules/@modelcontextprotocol/sdk
+MCP_SDK_VERSION := 1.32.2
+
+.PHONY: run test test-engines test-ray test-mcp lint binary bench lock clean
 
 # Where the wheel or the model cannot be had, the demonstration runs with the built-in sim and says so. The client package
 # is in the same extra, and may well be had.
@@ -50,6 +58,11 @@ test-engines: $(HAS_TEST) $(HAS_ENGINES)
 
 test-ray: $(HAS_TEST) $(HAS_RAY)
 	TEST_RAY_VENV=$(RAY_VENV) $(VENV)/bin/python -m pytest -s tests/test_real_ray.py $(PYTEST_ARGS)
+
+# Without npm the rows of Node are skipped, and say so.
+test-mcp: $(HAS_TEST) $(HAS_MCP)
+	TEST_MCP_VENV=$(MCP_VENV) TEST_MCP_SDK=$$(test -d $(MCP_SDK) && echo $(CURDIR)/$(MCP_SDK)) \
+		$(VENV)/bin/python -m pytest tests/test_mcp_official.py $(PYTEST_ARGS)
 
 lint: $(HAS_TEST)
 	$(VENV)/bin/ruff check .
@@ -104,6 +117,16 @@ $(HAS_RAY):
 	@$(RAY_VENV)/bin/pip --disable-pip-version-check install -q ray==$(RAY_VERSION)
 	@touch $@
 
+$(HAS_MCP):
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing the MCP packages into $(MCP_VENV) ..."
+	@rm -rf $(MCP_VENV) && $(PYTHON) -m venv $(MCP_VENV)
+	@$(MCP_VENV)/bin/pip --disable-pip-version-check install -q mcp==$(MCP_VERSION) uvicorn
+	@if command -v npm >/dev/null; then \
+		npm install --silent --no-audit --no-fund --prefix $(MCP_VENV) @modelcontextprotocol/sdk@$(MCP_SDK_VERSION); \
+		else echo "no npm: going on without Node (apt-get install nodejs npm)"; fi
+	@touch $@
+
 $(HAS_BINARY): $(WANTED)
 	@test -n "$(PYTHON)" || { echo "error: no python3 found; apt-get install python3-venv" >&2; exit 1; }
 	@echo "Making $(BINARY_VENV) ..."
@@ -120,5 +143,5 @@ lock:
 	rm -rf build/lock build/lib build/bdist.*
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-engines .venv-ray build dist *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-engines .venv-ray .venv-mcp build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -419,9 +419,9 @@ async def test_a_handshake_client_cancels_by_its_session_and_id(monkeypatch: pyt
     async with scene(monkeypatch, {"g": server}) as here:
         got: list[Got] = []
 
-        async def called() -> None:
+        async def called(accept: str = "application/json, text/event-stream") -> None:
             message = {"jsonrpc": "2.0", "id": 5, "method": "tools/call", "params": {"name": "g__add"}}
-            got.append(await here.post(message, mcp_session_id="mine"))
+            got.append(await here.post(message, mcp_session_id="mine", accept=accept))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(called)
@@ -432,7 +432,13 @@ async def test_a_handshake_client_cancels_by_its_session_and_id(monkeypatch: pyt
             await trio.testing.wait_all_tasks_blocked()
             assert not got
             assert (await here.post(cancel, mcp_session_id="mine")).status == 202
-        assert got[0].message["error"]["code"] == -32800
+        assert (got[0].events, got[0].ended) == ([], True)  # nobody waits for an answer
+        running = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(called, "application/json")
+            await running.wait()
+            await here.post(cancel, mcp_session_id="mine")
+        assert got[1].message["error"]["code"] == -32800
 
 
 async def test_silence_is_broken_by_pings(

@@ -159,8 +159,6 @@ class _Call:
                 except Exception:
                     log.exception("mcp_call_failed", tool=self._name)
                     self._fail(protocol.INTERNAL_ERROR, "the router failed; its log says why")
-            if self._outcome is None:
-                self._fail(CANCELLED, "cancelled by the client")
 
     def _finish(self, answer: object) -> None:
         identity, modern = self._ask.message.id, self._ask.modern
@@ -205,13 +203,17 @@ class _Call:
                     started = True
                     out.start(200, _event_fields(), None)
                 await out.send(piece)
-        assert self._outcome is not None
-        if not started and self._ask.plain:
+        if self._outcome is None and not self._ask.streams:
+            self._fail(CANCELLED, "cancelled by the client")
+        if not started and self._ask.plain and self._outcome is not None:
             await _whole(out, self._status, self._outcome)
             return
         if not started:
             out.start(200, _event_fields(), None)
-        await out.send(messages.event(self._outcome))
+        if self._outcome is not None:
+            await out.send(messages.event(self._outcome))
+        # Cancelled: a stream without an answer, since the client has forgotten the id, and Python's 2.3 falls over a
+        # message that nobody waits for.
         await out.end()
 
 

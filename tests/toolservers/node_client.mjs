@@ -1,6 +1,6 @@
 // The official client for Node. Run as a script: URL and calls as JSON; MCP_SDK is the folder of the package.
 // Prints one JSON document: the version agreed on, the tools, and what each call gave.
-// With LEAVE_AFTER_MS the last call is given up after so long.
+// With LEAVE_AFTER_MS calls of `wait` are given up after so long.
 import { pathToFileURL } from "node:url";
 
 const sdk = (file) => import(pathToFileURL(`${process.env.MCP_SDK}/dist/esm/${file}`).href);
@@ -19,10 +19,10 @@ for (let cursor; ; ) {
   cursor = page.nextCursor;
   if (!cursor) break;
 }
-for (const [number, [name, args]] of calls.entries()) {
+for (const [name, args] of calls) {
   const progress = [];
   const leaving = new AbortController();
-  if (leaveAfter && number === calls.length - 1) setTimeout(() => leaving.abort(), leaveAfter);
+  if (leaveAfter && name.endsWith("wait")) setTimeout(() => leaving.abort(), leaveAfter);
   try {
     const result = await client.callTool({ name, arguments: args }, undefined, {
       onprogress: (step) => progress.push([step.progress, step.total, step.message]),

@@ -1,7 +1,7 @@
 """The official Python client, 2.x or 1.x, whichever is installed. Run as a script: URL, mode, and calls as JSON.
 
 A call is [tool, arguments]; each is made with a listener for its progress. Prints one JSON document: the version agreed
-on, the tools, and what each call gave. `--leave-after S` gives up the last call after S seconds.
+on, the tools, and what each call gave. `--leave-after S` gives up calls of `wait` after S seconds.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ async def talk(session: Any, calls: list[Any], leave_after: float) -> dict[str, 
         cursor = getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None)
         if not cursor:
             break
-    for number, (name, arguments) in enumerate(calls):
+    for name, arguments in calls:
         steps: list[Any] = []
 
         async def told(progress: float, total: float | None, message: str | None, steps: list[Any] = steps) -> None:
             steps.append([progress, total, message])
 
-        last = number == len(calls) - 1
-        with anyio.move_on_after(leave_after if last and leave_after else None) as scope:
+        with anyio.move_on_after(leave_after if leave_after and name.endswith("wait") else None) as scope:
             try:
                 result = await session.call_tool(name, arguments, progress_callback=told)
             except Exception as error:

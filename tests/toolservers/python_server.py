@@ -152,6 +152,7 @@ def main() -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", flags.port))
+    listener.listen(100)  # who connects before all is loaded waits
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     config = uvicorn.Config(watched(app, flags), log_level="error", timeout_graceful_shutdown=0)
     uvicorn.Server(config).run(sockets=[listener])
