@@ -262,11 +262,12 @@ async def test_a_drain_waits_for_the_replacements(tmp_path: Path, planes: list[S
         # two nodes of the fabric are needed for this one, and there is only one left
         assert told[-1].startswith("wide: 1 missing: ")
         assert at.plane.world.nodes["blue-1"].draining_since is not None
-        where = {replica.nodes for replica in at.plane.world.replicas.values() if replica.model == "llama"}
+        running = [placed for placed in at.plane.world.replicas.values() if placed.stage == "running"]
+        where = {placed.nodes for placed in running if placed.model == "llama"}
         assert where == {("blue-2",)}
         again = (await at.says("drain", "blue-1")).splitlines()
         assert again[0] == "blue-1 drains already" and "blue-1 is drained: nothing ran there" in again
-        assert "blue-1  ready, draining" in await at.says("nodes")
+        assert "blue-1  ready, drained" in await at.says("nodes")
         assert [each["action"] for each in (await at.read("audit"))["audit"]] == ["cordon", "drain"]
         nursery.cancel_scope.cancel()
 

@@ -22,7 +22,7 @@ def of_model(plane: Plane, name: str, now: float) -> Document | None:
     """`replicas` in the documents of `/models`; None for a model that nothing places."""
     if name not in plane.fleet.models:
         return None
-    why = plane.fleet.explain(name, now)
+    why = plane.fleet.stand(name, now)
     return {
         "wanted": why.wanted,
         "ready": why.serving,

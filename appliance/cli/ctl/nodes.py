@@ -67,7 +67,9 @@ def nodes(as_json: bool) -> None:
 
 def shown_state(node: dict[str, Any]) -> str:
     """Its state, and that nothing new is placed there, where an operator said so."""
-    return node["state"] + (", draining" if node["draining"] else ", cordoned" if node["cordoned"] else "")
+    if node["draining"]:
+        return f"{node['state']}, {'draining' if node['replicas'] else 'drained'}"
+    return node["state"] + (", cordoned" if node["cordoned"] else "")
 
 
 def _memory(node: dict[str, Any]) -> str:

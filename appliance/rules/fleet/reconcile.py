@@ -129,6 +129,10 @@ class Fleet:
         """Why each replica that is wanted of `model` is not there. Raises KeyError for a model without profiles."""
         return telling.explain(self, model, now)
 
+    def stand(self, model: str, now: float) -> Why:
+        """The same without what speaks against each place, so that it may be asked for every model at any time."""
+        return telling.stand(self, model, now)
+
     def scale(self, model: str, replicas: int | None, now: float) -> None:
         """An operator's word on how many are to run, whatever the limits of scaling; None: by demand again. Raises
         KeyError for a model without profiles."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import attrs
+
 from appliance.rules.fleet.actions import Why
 from appliance.rules.fleet.keeping import Team, places
 from appliance.rules.fleet.members import Placed
@@ -46,10 +48,15 @@ def absent(fleet: Fleet, now: float) -> Iterator[tuple[str, str, str]]:
 
 def explain(fleet: Fleet, name: str, now: float) -> Why:
     """Where a model stands, and every reason against one more replica. Raises KeyError for one without profiles."""
-    model = fleet.models[name]
+    rooms = Rooms(spot_of(node, now=now) for node in fleet.world.nodes.values())
+    against = rooms.explain(fleet.models[name], avoid=fleet.history.shunned(name))
+    return attrs.evolve(stand(fleet, name, now), rejections=against)
+
+
+def stand(fleet: Fleet, name: str, now: float) -> Why:
+    """Where a model stands, without what speaks against each place: that costs a look at every node."""
     team = fleet.teams.get(name) or Team()
     wanted = fleet.wanted(name)
-    rooms = Rooms(spot_of(node, now=now) for node in fleet.world.nodes.values())
     backoff = fleet.history.waiting(name, now)
     missing = ""
     if wanted > len(team.current):
@@ -65,7 +72,6 @@ def explain(fleet: Fleet, name: str, now: float) -> Why:
         leaving=len(team.ending),
         missing=missing,
         retry_in_s=backoff.until - now if backoff is not None else 0.0,
-        rejections=rooms.explain(model, avoid=fleet.history.shunned(name)),
         failures=fleet.history.failures.get(name, ()),
     )
 
