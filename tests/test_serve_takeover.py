@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -211,7 +212,10 @@ async def test_only_its_own_user_takes_over(tmp_path: Path) -> None:
     def never() -> Offer:
         raise AssertionError("asked")
 
-    handover = HandOver(never, dict)
+    async def nothing() -> dict[str, Any]:
+        raise AssertionError("told")
+
+    handover = HandOver(never, nothing)
     with pytest.raises(Refusal, match="only root and the user with uid 0"):
         await handover.answer(_Head(), Peer(1, 12345, 0), _Reply())  # type: ignore[arg-type]
 

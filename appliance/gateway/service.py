@@ -24,7 +24,7 @@ from ..nursery.sleeper import Cut, DeadlinePassed
 from ..rules.admission.ticket import Ticket
 from ..rules.scheduling.member import Member
 from ..rules.scheduling.outcomes import classify, of_status
-from ..rules.scheduling.pipeline import Policy, choose, has_another, not_ready
+from ..rules.scheduling.pipeline import Policy, choose, has_another
 from ..rules.scheduling.retry import GiveUp, PassOn, Retry, next_step
 from ..rules.scheduling.table import Change, Entry
 from ..wire import fields
@@ -206,7 +206,7 @@ class Gateway(Roster):
                 if choice.drops or text:
                     self._count(choice)
                 if member is None:
-                    return ended or not_ready(entry, now)
+                    return ended or absent(entry, self.why_not(entry.name), None, now)
             attempt, held = await self._try(entry, member, call, reply, record, fresh, now, ticket)
             if attempt is None:
                 return None

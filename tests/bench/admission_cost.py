@@ -55,7 +55,7 @@ def all_of_it(endpoints: int, requests: int) -> float:
     table = Table(Prefix())
     table.replace([Endpoint(f"e{i}", "127.0.0.1", 1, models=("m",), capacity=8192) for i in range(endpoints)], [])
     settings = AdmissionSettings()
-    gate = Gate(settings, table)
+    gate = Gate(settings, table, 120.0)
     gate.publish()
     entry, sleeper, tally = table.entries["m"], Sleeper(), Tally()
     tally.reported, tally.completion_tokens, tally.prompt_tokens = True, 16, 30
