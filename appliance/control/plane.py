@@ -267,9 +267,7 @@ class Plane:
         if self.sessions.get(session.name) is not session:
             return
         del self.sessions[session.name]
-        # Silent since it last said something: the network takes its time to find out that a node has no power.
-        node = self.world.nodes.get(session.name)
-        self.world.parted(session.name, node.heard_at if node is not None else self._now())
+        self.world.parted(session.name, self._now())
         self.logs.parted(session, f"{session.name} has no connection any more: {session.ended}")
         log.info("agent's connection ended", node=session.name, peer=session.peer, reason=session.ended)
         self.wake()
