@@ -11,7 +11,7 @@ import structlog.testing
 import trio
 import trio.testing
 
-from appliance.control.plane import PAPERS_S, REGISTER_S
+from appliance.control.attendance import PAPERS_S, REGISTER_S
 from appliance.control.session import Rhythm
 from appliance.facts import link as say
 from appliance.facts.control import ControlSettings
@@ -112,7 +112,7 @@ async def test_one_revoked_between_the_look_and_the_judgement_does_not_come_in(a
         scene.store.gate = trio.Event()
         link = await scene.call(proof=claim())
         await trio.testing.wait_all_tasks_blocked()
-        scene.plane._revoked.add(claim().serial)
+        scene.plane.attendance.revoked.add(claim().serial)
         scene.store.gate.set()
         refused = await link.receive()
         assert isinstance(refused, Refused) and refused.code == "revoked"

@@ -24,6 +24,7 @@ from appliance.facts.link import Beat, LogLines, Register, Start, Stop, Trouble,
 from appliance.facts.replica import Shard
 from appliance.facts.report import Report
 from appliance.wire import link as wire
+from appliance.wire import messages
 from appliance.wire.link import (
     MAX_MESSAGE_BYTES,
     Link,
@@ -92,7 +93,7 @@ def test_every_message_comes_back_as_it_was(message: link.Message) -> None:
 
 def test_every_message_there_is_has_a_word() -> None:
     known = set(typing.get_args(link.Message))
-    assert set(wire.TYPES.values()) == known == {type(each) for each in MESSAGES}
+    assert set(messages.TYPES.values()) == known == {type(each) for each in MESSAGES}
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
@@ -144,9 +145,9 @@ def test_a_registration_of_two_hundred_shards_with_full_tails_fits() -> None:
 
 
 def test_a_line_longer_than_a_tail_is_left_out_and_short_ones_stay() -> None:
-    assert wire._last(("x" * 100, "yy", "z"), 10) == ("yy", "z")
-    assert wire._last(("yy", "z"), 100) == ("yy", "z")
-    assert wire._last(("yy", "z"), 0) == ()
+    assert messages._last(("x" * 100, "yy", "z"), 10) == ("yy", "z")
+    assert messages._last(("yy", "z"), 100) == ("yy", "z")
+    assert messages._last(("yy", "z"), 0) == ()
 
 
 def test_more_shards_than_fit_go_without_tails_and_still_more_not_at_all() -> None:
