@@ -278,7 +278,9 @@ async def test_an_agent_within_another_process_leaves_its_engines_to_the_next(tm
         assert alive(pids[0])
 
 
-async def test_a_fault_of_the_control_plane_within_the_process_is_survived(tmp_path: Path) -> None:
+async def test_a_fault_of_the_control_plane_within_the_process_is_survived(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with agents(tmp_path) as scene:
         scene.configure("")
         plane = Within()
@@ -293,6 +295,7 @@ async def test_a_fault_of_the_control_plane_within_the_process_is_survived(tmp_p
             with trio.fail_after(30):
                 await plane.lines.receive()
             ground.cancel_scope.cancel()
+        assert "fault of the control plane's end of the link" in capsys.readouterr().out
 
 
 async def test_the_next_router_waits_for_the_directory_and_a_stranger_does_not(tmp_path: Path) -> None:
