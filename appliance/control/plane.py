@@ -121,11 +121,12 @@ class Plane:
     def _pass(self) -> float:
         now = self._now()
         actions = self.fleet.step(self._demand(), now, self._rng)
-        for event in actions.events:
-            getattr(log, event.level)(event.name.replace("_", " "), **event.fields)
+        # First of all: each is given once for a connection, and would be lost with a fault of what follows.
         for name, command in actions.commands:
             if (session := self.sessions.get(name)) is not None:
                 session.say(command)
+        for event in actions.events:
+            getattr(log, event.level)(event.name.replace("_", " "), **event.fields)
         for session in tuple(self.sessions.values()):
             node = self.world.nodes.get(session.name)
             if node is None or not node.connected:  # silent until it was given up: only a registration brings it back
