@@ -22,6 +22,7 @@ from ..door.buffers import Buffers
 from ..door.connection import Limits
 from .config import show
 from .listening import address_of
+from .succession import give_way, offer
 
 if TYPE_CHECKING:
     from .serve import Router
@@ -76,7 +77,7 @@ class Operations:
     async def _administrate(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         router = self._router
         assert router.sockets.admin is not None, "opened before it is started"
-        handover = HandOver(router.offer, router.give_way)
+        handover = HandOver(lambda: offer(router), lambda: give_way(router))
         async with trio.open_nursery() as apps:
             site = AdminSite(self._prepare, router.settings.runtime_dir, router.poller, apps, handover)
             self._sites.append(site)

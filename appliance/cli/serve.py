@@ -20,19 +20,17 @@ import signal
 import ssl
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import structlog
 import trio
 
 from .. import __version__
-from ..admin.handover import Offer
 from ..door.accept import Listeners
 from ..door.buffers import Buffers
 from ..door.connection import Limits
 from ..door.site import Door
-from ..facts.errors import Refusal
 from ..facts.settings import Address, Settings
 from ..gateway.service import Gateway
 from ..gateway.watch import Watches
@@ -269,32 +267,14 @@ class Router:
         self.listeners.finish_within(self._drain_s())
         log.info("stopping", requests=len(self.gateway.books.live), drain_s=self._drain_s())
 
-    def offer(self) -> Offer:
-        """Every socket, for a process that wants to take over. Raises Refusal."""
+    @property
+    def successor_refused(self) -> str:
+        """Why no other process may take over from this one, "" where one may."""
         if self._supervisor or self._passed:
-            why = "a supervisor (systemd) started it, which must restart it too (systemctl restart)"
-            raise Refusal(409, "takeover_refused", why)
+            return "a supervisor (systemd) started it, which must restart it too (systemctl restart)"
         if self.stop.is_set():
-            raise Refusal(409, "takeover_refused", "it is stopping; start the new one without --takeover when it has")
-        about = {
-            "door": len(self.sockets.door),
-            "metrics": len(self.sockets.metrics),
-            "replicas": self.gateway.published(),
-        }
-        return Offer(about, self.sockets.descriptors())
-
-    async def give_way(self) -> dict[str, Any]:
-        """Another process listens from now on, and another control plane decides. Running requests are finished here,
-        however long they take."""
-        self.sockets.pass_on()
-        self.listeners.shared = self.door.taken_over = self.door.draining = True
-        self.operations.give_up()
-        self.stop.set()
-        running = len(self.gateway.books.live)
-        log.info("another process has taken over, running requests are finished here", requests=running)
-        if self.control is not None:
-            await self.control.end()
-        return {"requests": running}
+            return "it is stopping; start the new one without --takeover when it has"
+        return ""
 
     def reload(self) -> str:
         """Take the configuration as it is now; "" when it was taken, otherwise why not. A bad file changes nothing."""
