@@ -527,6 +527,38 @@ async def test_large_results_pass_up_to_the_bound(monkeypatch: pytest.MonkeyPatc
             assert "more than 4194304 bytes" in text
 
 
+async def test_calls_alone_learn_that_a_server_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = {"g": Server("modern")}
+    async with scene(monkeypatch, servers) as here:
+        await here.names()
+        message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "g__add"}}
+        for replacement in (Server(), Server("modern"), Server()):
+            servers["g"] = replacement
+            answer = (await here.post(message)).message
+            assert "error" in answer or "Call it again" in answer["result"]["content"][0]["text"]
+            assert replacement.ran == []
+            assert await here.call("g__add") == '["add", null]'
+        # something else altogether for a moment, which has no messages at all
+        servers["g"] = other = Server("modern")
+        other.before = lambda *_: response(405, b"", content_type="text/plain")
+        assert (await here.call("g__add"))[0] == "failed"
+        servers["g"] = Server("modern")
+        assert await here.call("g__add") == '["add", null]'
+
+
+async def test_an_answer_to_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("modern", events=True)
+
+    async def mixed(params: Any, notify: Any) -> Any:
+        notify({"jsonrpc": "2.0", "id": 999, "result": {"content": [{"type": "text", "text": "of another"}]}})
+        notify({"jsonrpc": "2.0", "id": None, "error": {"code": 1, "message": "of nobody"}})
+        return {"content": [{"type": "text", "text": "own"}]}
+
+    server.tool = mixed
+    async with scene(monkeypatch, {"g": server}) as here:
+        assert await here.call("g__add") == "own"
+
+
 # -- between the eras --------------------------------------------------------------------------------------
 
 

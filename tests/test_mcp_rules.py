@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.rules.mcp import messages, protocol
@@ -50,6 +50,7 @@ _NAME = st.text("ab_", min_size=1, max_size=4)
 _GROUPS = st.dictionaries(_NAME, st.lists(_NAME, max_size=4), max_size=4)
 
 
+@settings(deadline=None)
 @given(_GROUPS, st.sampled_from(["prefix", "flat"]))
 def test_what_is_listed_leads_to_one_tool_of_one_group(groups: dict[str, list[str]], naming: str) -> None:
     listed = merged(naming, **groups)
@@ -74,6 +75,7 @@ def test_what_is_listed_leads_to_one_tool_of_one_group(groups: dict[str, list[st
     assert not reached & dropped
 
 
+@settings(deadline=None)
 @given(_GROUPS, st.sampled_from(["prefix", "flat"]))
 def test_either_form_may_be_called(groups: dict[str, list[str]], naming: str) -> None:
     listed = merged(naming, **groups)
@@ -175,6 +177,7 @@ _LINES = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(_LINES, st.sampled_from(["\n", "\r\n", "\r"])), max_size=30), st.data())
 def test_events_are_the_same_however_they_are_cut(lines: list[tuple[str, str]], data: st.DataObject) -> None:
     stream = "".join(line + end for line, end in lines).encode() + b"\n\n"
@@ -205,6 +208,7 @@ def test_events_are_bounded(piece: bytes) -> None:
 # -- headers --------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.text(max_size=20) | st.sampled_from(["=?base64?YQ==?=", " a", "a ", "=?base64?", "a\r\nb"]))
 def test_any_text_survives_a_header(text: str) -> None:
     try:

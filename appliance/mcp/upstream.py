@@ -170,12 +170,11 @@ class Upstream:
         body = messages.request(identity, "initialize", params)
         async with self._sent(body, {}) as answer:
             found = await self._found(answer, identity, _ignored)
-            # Some servers put a fresh session id on refusals too. Only a welcome means it.
-            session = answer.headers.get(protocol.SESSION_FIELD, "") if answer.status == 200 else ""
         version = messages.value((found.result or {}).get("protocolVersion"))
         if not isinstance(version, str):
             raise Trouble(f"initialize refused: {_shown(found)}")
-        made = Session(session, version)
+        # Read from a welcome alone: some servers put a fresh session id on refusals too, and do not mean it.
+        made = Session(answer.headers.get(protocol.SESSION_FIELD, ""), version)
         async with self._sent(messages.notification("notifications/initialized"), self._session_fields(made)):
             return made
 
