@@ -204,6 +204,7 @@ async def test_a_node_in_trouble_says_which(tmp_path: Path, planes: list[ScenePl
         words = await at.says("nodes")
         assert re.search(r"blue-2: unreachable: not connected for \d+ s; what ran there is started elsewhere in", words)
         assert "island: lost: nothing was heard of it for " in words
+        assert "2 of 2 l40s-45g" not in words, "nothing is to be had there"
         assert "new: expected: it has a certificate and has not called since this router started" in words
         assert "late: its clock is 90 s behind this machine's: set both by NTP" in words
         assert "late: its hardware could not be read as a whole: nvidia-smi: timed out" in words
@@ -353,6 +354,7 @@ async def test_replicas_tell_which_part_failed_and_what_is_missing(tmp_path: Pat
         ]  # fmt: skip
         assert [(each["model"], each["count"]) for each in document["missing"]] == [("huge", 1)]
         tail = ("loading shards", "RuntimeError: NCCL error")
+        assert f"{wide['id']}: " not in await at.says("replicas")
         plane.says("wide", "failed", rank=1, reason="it ended by itself", exit="exit status 1", tail=tail)
         words = await at.says("replicas")
         assert "   rank 1 on blue-1: failed: it ended by itself, exit status 1\n" in words

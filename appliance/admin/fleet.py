@@ -259,12 +259,13 @@ def _replica(world: World, placed: Placed, now: float) -> Document:
 def _shard(world: World, placed: Placed, rank: int, shard: Shard, now: float) -> Document:
     report = _report(world, shard)
     _, at = placed.states.get(rank, ("starting", placed.made_at))
+    coming = placed.stage == "running"  # of one that ends, what its node has forgotten has ended
     node = world.nodes.get(shard.node)
     return {
         "rank": rank,
         "node": shard.node,
-        "state": report.state if report else "starting",
-        "reason": report.reason if report else "its node has not reported it yet",
+        "state": report.state if report else "starting" if coming else "stopped",
+        "reason": report.reason if report else "its node has not reported it yet" if coming else "",
         "exit": report.exit if report else "",
         "since": _wall(at, now),
         "pid": report.pid or None if report else None,

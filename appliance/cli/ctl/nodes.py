@@ -48,7 +48,7 @@ def nodes(as_json: bool) -> None:
                 node["name"],
                 shown_state(node),
                 count(len(node["replicas"])),
-                ", ".join(f"{each['free']} of {each['total']} {each['class']}" for each in node["gpus"]),
+                _free(node),
                 count(node["cpus"]),
                 _memory(node),
                 ", ".join(_fabric(fabric) for fabric in node["fabrics"]),
@@ -70,6 +70,13 @@ def shown_state(node: dict[str, Any]) -> str:
     if node["draining"]:
         return f"{node['state']}, {'draining' if node['replicas'] else 'drained'}"
     return node["state"] + (", cordoned" if node["cordoned"] else "")
+
+
+def _free(node: dict[str, Any]) -> str:
+    """What is free by class; nothing is to be had from a node that is away."""
+    if node["state"] != "ready":
+        return ""
+    return ", ".join(f"{each['free']} of {each['total']} {each['class']}" for each in node["gpus"])
 
 
 def _memory(node: dict[str, Any]) -> str:

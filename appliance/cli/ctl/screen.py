@@ -26,7 +26,8 @@ STYLES = {
     "ready": "green", "serving": "green", "ok": "green", "running": "cyan",
     "probing": "yellow", "draining": "yellow", "loading": "yellow", "warning": "yellow", "client left": "yellow",
     "cancelled": "yellow", "refused": "yellow", "fetching": "yellow", "starting": "yellow", "stopping": "yellow",
-    "expected": "yellow", "ready, cordoned": "yellow", "ready, draining": "yellow", "ready, drained": "yellow", "at zero": "cyan",
+    "expected": "yellow", "ready, cordoned": "yellow", "ready, draining": "yellow", "ready, drained": "yellow",
+    "at zero": "cyan",
     "stopped": "red", "unreachable": "red", "silent": "red", "failed": "red", "cut": "red", "not ready": "red",
     "lost": "red", "missing": "red",
 }  # fmt: skip
