@@ -16,7 +16,9 @@ class Endpoint:
     and without `/v1` ("" for an engine at the root). `models` None means: taken from the endpoint's own `/v1/models`.
     `capacity` is the number of requests it can run at once, 0 when unknown. `api_key_file` is read each time it is
     used, so that a rotated key needs no restart; "" means the endpoint takes none. `api_key` is the key itself, for a
-    replica whose key came over the control link; it is never written anywhere.
+    replica whose key came over the control link; it is never written anywhere. `announced` tells that a group on the
+    network named itself: names of the file are not given to it unless they allow that. `retries` False: a request is
+    sent to it once, whatever becomes of it. `total_s` 0: the deadline of all others holds.
     """
 
     id: str
@@ -31,6 +33,9 @@ class Endpoint:
     capacity: int = 0
     api_key_file: str = ""
     api_key: str = attrs.field(default="", repr=False)
+    announced: bool = False
+    retries: bool = True
+    total_s: float = 0.0
 
     @property
     def url(self) -> str:

@@ -1,0 +1,164 @@
+"""One question over HTTP to a daemon or an engine: a fresh connection, a GET, a bounded answer.
+
+The answer is one JSON document every few seconds, so nothing is kept between two questions, and no connection is ever
+found closed by the other side. What still happens is that an established one breaks: then the question is put once more
+on another. A refused connection and a timeout are answers, and are not asked again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import ssl
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import trio
+
+from ..wire.framing import BadFraming, Chunked
+from ..wire.head import BadHead, ResponseHead, end_of_head, read_response
+
+MOST_BYTES = 16 << 20
+_MOST_HEAD_BYTES = 64 << 10
+_RECV_BYTES = 64 << 10
+
+
+class AskFailed(Exception):
+    """No answer that can be used. The message is for operators."""
+
+
+class _Broke(Exception):
+    """An established connection failed before the answer was whole."""
+
+
+async def ask_json(url: str, within_s: float) -> Any:
+    """The document at an http or https URL. Raises AskFailed within `within_s` seconds."""
+    try:
+        with trio.fail_after(within_s):
+            body = await _again(url)
+    except trio.TooSlowError:
+        raise AskFailed(f"timeout after {within_s:.1f}s") from None
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        raise AskFailed("the answer is not JSON") from None
+
+
+async def _again(url: str) -> bytes:
+    try:
+        return await _get(url)
+    except _Broke as first:
+        try:
+            return await _get(url)
+        except _Broke as second:
+            raise AskFailed(f"{second} (and before that: {first})") from None
+        except AskFailed as second:
+            raise AskFailed(f"{second} (and before that: {first})") from None
+
+
+async def _get(url: str) -> bytes:
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    host, port = parts.hostname or "", parts.port or (443 if tls else 80)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        plain = await trio.open_tcp_stream(host, port)
+    except OSError as error:
+        raise AskFailed(f"cannot connect: {_reason(error)}") from None
+    try:
+        stream: trio.abc.Stream = plain
+        if tls:
+            stream = trio.SSLStream(plain, _context(), server_hostname=host, https_compatible=True)
+        shown = f"[{host}]" if ":" in host else host
+        request = (
+            f"GET {target} HTTP/1.1\r\nHost: {shown}:{port}\r\nAccept: application/json\r\n"
+            "User-Agent: appliance\r\nConnection: close\r\n\r\n"
+        )
+        await stream.send_all(request.encode())
+        return await _answer(stream)
+    except (trio.BrokenResourceError, ssl.SSLError) as error:
+        raise _Broke(f"connection lost: {_reason(error.__cause__ or error)}") from None
+    finally:
+        await trio.aclose_forcefully(plain)  # without a word, and without waiting for the other side
+
+
+async def _answer(stream: trio.abc.Stream) -> bytes:
+    """Raises AskFailed, _Broke, or what the stream raises."""
+    received = b""
+    while True:
+        head, received = await _head(stream, received)
+        if head.status >= 200:
+            break
+    body = await _body(stream, head, received)
+    if not 200 <= head.status < 300:
+        raise AskFailed(f"HTTP {head.status} {_phrase(head.status)}".rstrip())
+    return body
+
+
+async def _head(stream: trio.abc.Stream, received: bytes) -> tuple[ResponseHead, bytes]:
+    try:
+        while (end := end_of_head(received)) < 0:
+            if len(received) > _MOST_HEAD_BYTES:
+                raise AskFailed("the answer's header is too large")
+            more = await stream.receive_some(_RECV_BYTES)
+            if not more:
+                raise _Broke("connection closed without an answer")
+            received += bytes(more)
+        return read_response(received[:end]), received[end:]
+    except BadHead as bad:
+        raise AskFailed(f"the answer is not HTTP: {bad}") from None
+
+
+async def _body(stream: trio.abc.Stream, head: ResponseHead, received: bytes) -> bytes:
+    chunked = Chunked() if head.chunked else None
+    length = head.length
+    body = bytearray()
+    more = received
+    while True:
+        if chunked is not None:
+            try:
+                for piece in chunked.feed(more):
+                    body += piece
+            except BadFraming as bad:
+                raise AskFailed(f"the answer is not HTTP: {bad}") from None
+            if chunked.done:
+                return bytes(body)
+        else:
+            body += more
+            if length is not None and len(body) >= length:
+                return bytes(body[:length])
+        if len(body) > MOST_BYTES:
+            raise AskFailed(f"more than {MOST_BYTES} bytes")
+        more = bytes(await stream.receive_some(_RECV_BYTES))
+        if not more:
+            if chunked is None and length is None:
+                return bytes(body)
+            raise _Broke("connection closed within the answer")
+
+
+@functools.cache
+def _context() -> ssl.SSLContext:
+    from ..wire.tls import client_context  # groups on https are rare
+
+    return client_context()
+
+
+def _reason(error: BaseException) -> str:
+    """In the kernel's words where they are its. Trio wraps what went wrong at each address of a host."""
+    inner: BaseException | None = error
+    while inner is not None and not getattr(inner, "errno", None):
+        inner = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner.__cause__
+    number = getattr(inner, "errno", None)
+    if isinstance(inner, socket.gaierror) or not isinstance(number, int):
+        return str(inner or error)
+    return os.strerror(number)
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return ""

@@ -1,0 +1,338 @@
+"""All announced groups: one owner of what is known, and a task for each daemon and each group.
+
+run
+|- listen        UDP announcements; only where a port is set
+|- watch         one per daemon
+|- probe         one per group
+'- look          time passes: documents and probes go stale, groups retire, daemons are forgotten
+
+Everything that is heard ends in `_settle`, which is one synchronous step: it merges, judges, starts and ends tasks, and
+tells whoever routes when that changes anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import structlog
+import trio
+
+from ..facts.endpoint import Endpoint
+from ..facts.groups import LOCAL_DAEMON, Announced, GroupsSettings, Told, View
+from ..facts.mcp import Source
+from ..nursery.news import News
+from ..rules.groups.daemons import STALE_POLLS, Daemon, Daemons
+from ..rules.groups.gate import Standing, why_not
+from ..rules.groups.merge import merge
+from ..rules.groups.published import Published, publish
+from ..rules.groups.reception import Heard, Reception
+from ..rules.groups.sources import Network, Sources
+from ..wire import datagram
+from ..wire.interfaces import networks
+from .listen import Listener
+from .probe import probe_in_order
+from .watch import Watch
+
+LOOK_S = 1.0
+NETWORKS_S = 1.0
+"""How long the list of own networks is believed."""
+MOST_GROUPS = 1024
+
+log = structlog.get_logger("groups")
+
+
+class Prober:
+    """The task of one group: its scope, and whether there is news of the group."""
+
+    def __init__(self) -> None:
+        self.scope = trio.CancelScope()
+        self.news = trio.Event()
+
+
+class Groups:
+    """What is known of all groups. `published` is told when `endpoints`, `listed` or `gated` changed.
+
+    `key` signs announcements, b"" for none; `clock` is monotonic, `wall` in seconds since 1970, both for tests.
+    """
+
+    def __init__(
+        self,
+        settings: GroupsSettings,
+        key: bytes = b"",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        own: Callable[[], Sequence[Network]] = networks,
+    ) -> None:
+        self.settings = settings
+        self.published = News()
+        self.daemons = Daemons(
+            settings.daemons, Sources(settings.allowed_sources), clock(), peers=settings.discover_peers
+        )
+        self.listener = Listener(self._heard, self._oversize)
+        self._sources = Sources(settings.allowed_sources)
+        self._key = datagram.secret(key)
+        self._reception = Reception(
+            settings.universes,
+            self._sources,
+            key=bool(self._key),
+            verified=lambda claim: datagram.verified(claim, self._key),
+        )
+        self._clock = clock
+        self._wall = wall
+        self._read_networks = own
+        self._own: Sequence[Network] = ()
+        self._own_until = float("-inf")
+        self._started_at = clock()
+        self._groups: dict[str, Announced] = {}
+        self._standings: dict[str, Standing] = {}
+        self._why: dict[str, str] = {}
+        self._told_why: dict[str, str] = {}
+        self._published = Published()
+        self._nursery: trio.Nursery | None = None
+        self._watches: dict[Daemon, trio.CancelScope] = {}
+        self._probers: dict[str, Prober] = {}
+
+    # -- for whoever routes ------------------------------------------------------------------------------------------
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """One for each group that gets requests."""
+        return self._published.endpoints
+
+    def listed(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+        """The engines' own entries, by endpoint id and model."""
+        return self._published.listed
+
+    def gated(self) -> Mapping[str, str]:
+        """Names that a group claims and none serves now, each with the reason."""
+        return self._published.gated
+
+    def allows(self, address: str) -> bool:
+        """Whether an address passes `allowed_sources`."""
+        return self._sources.allow(address, self._networks())
+
+    def tool_servers(self) -> tuple[Source, ...]:
+        """Where the groups' tools are. The gates do not matter for them: a server that tells how loading goes is worth
+        most while its engine loads."""
+        return tuple(Source(name, group.mcp) for name, group in sorted(self._groups.items()) if group.mcp)
+
+    @property
+    def heard_out(self) -> bool:
+        """Whether every daemon has answered or failed, and every group was probed: what can be known by now is."""
+        asked = all(daemon.view is not None or daemon.error for daemon in self.daemons)
+        return asked and all(
+            standing.probed_at is not None or standing.error
+            for name, standing in self._standings.items()
+            if name in self._groups and self._groups[name].candidates
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Daemons, groups and their models for the status document."""
+        now = self._clock()
+        models: dict[str, dict[str, str]] = {}
+        for name, why in sorted(self._why.items()):
+            if not why:
+                for model in self._standings[name].names:
+                    models.setdefault(model, {"group": name, "url": self._standings[name].url})
+        return {
+            "uptime_s": int(now - self._started_at),
+            "verify": bool(self._key),
+            "daemons": self.daemons.rows(now),
+            "groups": {name: self._row(name) for name in sorted(self._why)},
+            "models": models,
+        }
+
+    # -- tasks -------------------------------------------------------------------------------------------------------
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> NoReturn:
+        """Find groups until cancelled. Started once it listens."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            if self.settings.announce_port:
+                if not self._key:
+                    log.warning(
+                        "announcements are believed without a signature: anybody on an allowed network can announce",
+                        next="set groups.secret_file here and MENTAT_SECRET on the nodes",
+                    )
+                await nursery.start(self.listener.serve, self.settings.announce_port, name="announcements")
+            self._settle()
+            task_status.started()
+            while True:
+                await trio.sleep(LOOK_S)
+                self._settle()
+        raise AssertionError("it ends only by cancellation")
+
+    async def _watch(self, daemon: Daemon, scope: trio.CancelScope) -> None:
+        with scope:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            await Watch(daemon, self.settings.poll_interval_s, self._took, self._lost).run()
+
+    async def _probe(self, name: str, prober: Prober) -> None:
+        """Probe one group for ever: at once when daemons say something new of it, else at its interval."""
+        settings = self.settings
+        with prober.scope:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            while True:
+                prober.news = trio.Event()  # from here on: what is heard while it probes is about the next probe
+                group = self._groups[name]
+                order = self._standings[name].order(group, self._clock(), settings.promote_s)
+                if order:
+                    base, entries, errors = await probe_in_order(order, settings.probe_timeout_s)
+                    group = self._groups.get(name, group)
+                    if base and base in group.candidates:
+                        self._standings[name].answered(group, base, entries, self._clock())
+                    elif not base and order[0] in group.candidates:
+                        self._standings[name].failed(errors)
+                    self._settle()
+                with trio.move_on_after(settings.probe_interval_s):
+                    await prober.news.wait()
+
+    # -- what is heard -----------------------------------------------------------------------------------------------
+
+    def _heard(self, data: bytes, source: str) -> None:
+        found = self._reception.judge(datagram.read(data), source, self._networks(), self._wall())
+        if isinstance(found, Told):
+            _say(found)
+        elif isinstance(found, Heard):
+            known = len(self.daemons.all)
+            told = self.daemons.announced(found, self._clock())
+            if told:
+                _say(told)
+            if len(self.daemons.all) != known:
+                self._settle()
+
+    def _oversize(self, source: str) -> None:
+        told = self._reception.too_large(source)
+        if told:
+            _say(told)
+
+    def _took(self, daemon: Daemon, view: View) -> bool:
+        taken = self.daemons.read(daemon, view, self._clock())
+        if taken and daemon.told != "found":
+            log.info("daemon is watched", daemon=daemon.address, groups=len(view.groups))
+            daemon.told = "found"
+        elif not taken and daemon in self.daemons.all:
+            self._tell_lost(daemon, daemon.error)
+        self._settle()
+        return taken
+
+    def _lost(self, daemon: Daemon, error: str) -> None:
+        where = daemon.address
+        self.daemons.failed(daemon, error)
+        self._tell_lost(daemon, error, where)
+        self._settle()
+
+    def _tell_lost(self, daemon: Daemon, error: str, where: str = "") -> None:
+        """Once. The local daemon is asked without anybody having said that there is one, so its absence is no news."""
+        guessed = daemon.told == "" and self.settings.daemons == (LOCAL_DAEMON,) and daemon.seed
+        if daemon.told != "lost" and not guessed:
+            log.warning("daemon does not answer", daemon=where or daemon.address, reason=error)
+            daemon.told = "lost"
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        now, own = self._clock(), self._networks()
+        stale_s = STALE_POLLS * self.settings.poll_interval_s
+        told = self.daemons.follow_peers(now, stale_s, own)
+        if told:
+            _say(told)
+        self.daemons.forget(now, self.settings.model_ttl_s)
+        self._follow_daemons()
+        before = self._groups
+        merged = merge(self.daemons.views(now, stale_s), self._sources, own)
+        self._groups = dict(list(merged.items())[:MOST_GROUPS])
+        for name, group in self._groups.items():
+            standing = self._standings.get(name)
+            if standing is None:
+                standing = self._standings[name] = Standing(now)
+            standing.seen(group, now)
+        ttl_s = self.settings.model_ttl_s
+        for name in [name for name, standing in self._standings.items() if now - standing.seen_at > ttl_s]:
+            del self._standings[name]
+        self._follow_groups(before)
+        self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        why: dict[str, str] = {}
+        for name, group in self._groups.items():
+            standing = self._standings[name]
+            reason = why_not(group, standing, now, self.settings.fresh_s)
+            standing.judged(group, reason, now)
+            if not standing.retired(now, self.settings.model_ttl_s):
+                why[name] = reason
+        self._why = why
+        self._tell_changes(why)
+        published = publish(self._groups, self._standings, why, self.settings.serving_timeout_s)
+        if published != self._published:
+            self._published = published
+            self.published.tell()
+
+    def _follow_daemons(self) -> None:
+        """A watch for each daemon, and for no other."""
+        if self._nursery is None:
+            return
+        wanted = set(self.daemons)
+        for daemon in [each for each in self._watches if each not in wanted]:
+            self._watches.pop(daemon).cancel()
+        for daemon in wanted:
+            if daemon not in self._watches:
+                scope = self._watches[daemon] = trio.CancelScope()
+                self._nursery.start_soon(self._watch, daemon, scope, name=f"daemon {daemon.address}")
+
+    def _follow_groups(self, before: Mapping[str, Announced]) -> None:
+        """A prober for each group; it is woken when what daemons say of its group has changed."""
+        if self._nursery is None:
+            return
+        for name in [name for name in self._probers if name not in self._groups]:
+            self._probers.pop(name).scope.cancel()
+        for name, group in self._groups.items():
+            if name not in self._probers:
+                prober = self._probers[name] = Prober()
+                self._nursery.start_soon(self._probe, name, prober, name=f"group {name}")
+            elif before.get(name) != group:
+                self._probers[name].news.set()
+
+    def _tell_changes(self, why: Mapping[str, str]) -> None:
+        for name, reason in why.items():
+            told = self._told_why.get(name)
+            if not reason and told != "":
+                models = ",".join(self._standings[name].names)
+                log.info("group serves", group=name, url=self._standings[name].url, models=models)
+                self._told_why[name] = ""
+            elif reason and told == "":
+                log.warning("group does not serve", group=name, reason=reason)
+                self._told_why[name] = reason
+        for name in [name for name in self._told_why if name not in why]:
+            if self._told_why.pop(name) == "":
+                log.warning("group is gone", group=name)
+
+    # -- small steps -------------------------------------------------------------------------------------------------
+
+    def _networks(self) -> Sequence[Network]:
+        now = self._clock()
+        if now >= self._own_until:
+            self._own, self._own_until = tuple(self._read_networks()), now + NETWORKS_S
+        return self._own
+
+    def _row(self, name: str) -> dict[str, Any]:
+        group, standing, why = self._groups[name], self._standings[name], self._why[name]
+        return {
+            "daemon": group.daemon,
+            "agents_alive": group.agents_alive,
+            "actors_running": group.actors_running,
+            "openai": standing.url or (group.candidates[0] if group.candidates else None),
+            "openai_candidates": list(group.candidates) or None,
+            "openai_note": group.note or None,
+            "provider": group.provider,
+            "mcp": group.mcp or None,
+            "healthy": not why,
+            "models": list(standing.names) if not why else None,
+            "why_not": why or None,
+        }
+
+
+def _say(told: Told) -> None:
+    log.log({"info": 20, "warning": 30, "error": 40}[told.level], told.event, **told.fields)
