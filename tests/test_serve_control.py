@@ -164,6 +164,23 @@ async def test_a_model_that_no_node_can_run_is_refused_with_the_reason(tmp_path:
         assert answer.error["message"] == f"the model 'llama' is not ready: {door.app.plane.why_not('llama')}"
 
 
+async def test_a_reload_reaches_the_control_plane(tmp_path: Path) -> None:
+    make_root(tmp_path)
+    config = '[control]\nlisten = "127.0.0.1:0"\n' + PROFILE.format(least=0, idle_s=600)
+    async with router(tmp_path, config=config) as door:
+        plane = door.app.plane
+        assert plane is not None
+        more = PROFILE.format(least=3, idle_s=0).replace("llama", "second")
+        door.file.write_text("[control]\nwake_wait_s = 7\ndrain_grace_s = 5\n" + config.partition("\n\n")[2] + more)
+        assert door.app.reload() == ""
+        assert plane.fleet.models["second"].scaling.min_replicas == 3
+        assert plane.fleet.settings.drain_grace_s == 5
+        assert door.app.gateway.gate.rules.wake_wait_s == 7
+        await door.until("the new one may be waited for", lambda: "second" in door.app.gateway.table.waking)
+        (told,) = door.told("some changes need a restart")
+        assert told["keys"] == "control.listen"
+
+
 @pytest.mark.parametrize("spoilt", ["database", "root", "port"])
 async def test_a_control_plane_that_cannot_begin_ends_the_start(tmp_path: Path, spoilt: str) -> None:
     make_root(tmp_path)
