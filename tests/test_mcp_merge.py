@@ -146,8 +146,7 @@ async def test_greeting_follows_a_redirect_of_its_own_origin_alone(monkeypatch: 
     here_too, away = Server(), Server()
 
     def within(method: str, headers: httpx.Headers, body: Any) -> httpx.Response | None:
-        first = len(here_too.seen) == 1
-        return response(307, headers={"location": "/mcp/"}) if first else None
+        return response(307, headers={"location": "/mcp/"}) if here_too.path == "/mcp" else None
 
     here_too.before = within
     away.before = lambda *_: response(307, headers={"location": "http://elsewhere/mcp"})

@@ -71,6 +71,7 @@ class Server:
         self.keeps_sessions = True
         self.seen: list[tuple[str, httpx.Headers, Any]] = []
         self.ran: list[dict[str, Any]] = []
+        self.path = ""  # of the latest request
         self.hung = False
         self.before: Callable[[str, httpx.Headers, Any], httpx.Response | None] = lambda *_: None
         self.tool: Callable[..., Any] = self._echo
@@ -82,6 +83,7 @@ class Server:
         return [body for _, _, body in self.seen if isinstance(body, dict) and body.get("method") == method]
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
+        self.path = request.url.path
         body = json.loads(request.content) if request.content else None
         self.seen.append((request.method, request.headers, body))
         if self.hung:
