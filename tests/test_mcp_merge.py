@@ -156,6 +156,25 @@ async def test_greeting_follows_a_redirect_of_its_own_origin_alone(monkeypatch: 
     assert [line["reason"] for line in logs if line.get("group") == "away"] == ["the tool server redirects (HTTP 307)"]
 
 
+async def test_a_server_that_knows_no_handshake_gets_bare_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Server()
+    bare.keeps_sessions = False
+
+    def knows_two_methods(method: str, headers: httpx.Headers, body: Any) -> httpx.Response | None:
+        known = body.get("method") in ("tools/list", "tools/call")
+        return None if known else failed(200, body.get("id"), -32601)
+
+    bare.before = knows_two_methods
+    async with scene(monkeypatch, {"g": bare}, McpSettings(tools_ttl_s=0)) as here:
+        for _ in range(2):
+            assert await here.names() == ["serve_status", "g__add"]
+            assert await here.call("g__add") == '["add", null]'
+        assert here.merge.rows()[0]["era"] == "bare"
+    assert len(bare.asked("server/discover")) == len(bare.asked("initialize")) == 1
+    assert not bare.asked("notifications/initialized")
+    assert all("mcp-protocol-version" not in headers for _, headers, body in bare.seen if "tools" in body["method"])
+
+
 # -- lists --------------------------------------------------------------------------------------
 
 
@@ -221,6 +240,9 @@ async def test_a_hung_group_costs_the_others_its_bound_once_and_nothing_later(
             for _ in range(5):
                 assert await here.names() == ["serve_status", "b__add"]
             assert trio.current_time() <= 10 + 5 * 0.5
+            for _ in range(3):  # failing again is not told again
+                await trio.sleep(11)
+                await here.names()
             hung.hung = False
             await trio.sleep(20)
             assert await here.names() == ["serve_status", "a__add", "b__add"]
@@ -263,6 +285,8 @@ async def test_groups_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
         await trio.testing.wait_all_tasks_blocked()
         told = await here.call("a__add")
         assert told == ("failed", "There is no tool a__add. Tools: serve_status, b__sub, c__add")
+        del servers["c"]
+        assert await here.names() == ["serve_status", "b__sub"]
 
 
 # -- calls --------------------------------------------------------------------------------------
@@ -353,6 +377,7 @@ async def test_many_calls_side_by_side_keep_their_answers_apart(monkeypatch: pyt
         async with trio.open_nursery() as nursery:
             for number in range(60):
                 nursery.start_soon(one, number)
+        assert not here.endpoint._running
     assert answers == {number: f'["add", {{"n": {number}}}]' for number in range(60)}
     assert servers["b"].made == 1
 

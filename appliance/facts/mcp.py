@@ -26,8 +26,9 @@ class McpSettings:
     """Bounds and shapes of the merge; times in seconds.
 
     The defaults of the times are those of the routers this one takes the place of (TOOLS_TTL_S, MCP_TIMEOUT_S, and a
-    fixed 10 for lists). `origins` are web origins, besides those that name this router by its IP address, whose pages
-    may ask.
+    fixed 10 for lists). `ping_s` is how long a stream may be silent. `max_body_bytes` bounds a client's request, and
+    each answer and each event of a tool server. `origins` are web origins, besides those that name this router by its
+    IP address, whose pages may ask.
     """
 
     naming: str = attrs.field(default="prefix", validator=attrs.validators.in_(NAMINGS))

@@ -27,7 +27,9 @@ FAILING_WAIT_S = 0.5
 log = structlog.get_logger("mcp")
 
 Sources = Callable[[], Sequence[Source]]
+"""Every group that announces a tool server, healthy or not: one whose engine is loading or stuck is asked for most."""
 Status = Callable[[], Mapping[str, Any]]
+"""The status document, as /status.json gives it."""
 
 
 @attrs.frozen

@@ -4,6 +4,9 @@ Which era that is shows in its answer to `server/discover`: only a modern server
 it. Everything else leads to the handshake. What was found is remembered, with the session where there is one, until the
 server says something that does not fit (it was restarted, or replaced by another).
 
+Servers that know no `initialize` either get bare requests: the routers this one takes the place of send nothing else,
+so small servers exist that were only ever tried with those.
+
 What may be done twice: asking for the era, shaking hands, listing tools. A call is sent once at most. Where it fails,
 the caller is told, and the session is made anew for whatever comes next.
 
@@ -52,7 +55,8 @@ Deliver = Callable[[Message, int], Awaitable[None]]
 
 @attrs.frozen
 class Session:
-    """What the handshake agreed on; `id` "" with a server that keeps no sessions."""
+    """What the handshake agreed on; `id` "" with a server that keeps no sessions, `version` "" with one that knows no
+    handshake."""
 
     id: str
     version: str
@@ -91,10 +95,10 @@ class Upstream:
 
     @property
     def era(self) -> str:
-        """For operators: "unknown", "modern", or the version a handshake agreed on."""
+        """For operators: the version that is spoken with it, "bare" for none, "unknown" before the first greeting."""
         if self._modern:
             return protocol.MODERN
-        return self._session.version if self._session is not None else "unknown"
+        return (self._session.version or "bare") if self._session is not None else "unknown"
 
     # -- what is asked of it ------------------------------------------------------------------------------------------
 
@@ -170,8 +174,10 @@ class Upstream:
         body = messages.request(identity, "initialize", params)
         async with self._sent(body, {}) as answer:
             found = await self._found(answer, identity, _ignored)
+        if found.code == protocol.METHOD_NOT_FOUND:
+            return Session("", "")
         version = messages.value((found.result or {}).get("protocolVersion"))
-        if not isinstance(version, str):
+        if not isinstance(version, str) or not version:
             raise Trouble(f"initialize refused: {_shown(found)}")
         # Read from a welcome alone: some servers put a fresh session id on refusals too, and do not mean it.
         made = Session(answer.headers.get(protocol.SESSION_FIELD, ""), version)
@@ -331,10 +337,10 @@ class Upstream:
         }
 
     def _session_fields(self, session: Session | None) -> dict[str, str]:
-        if session is None:
-            return {}
-        fields = {protocol.VERSION_FIELD: session.version}
-        if session.id:
+        fields = {}
+        if session is not None and session.version:
+            fields[protocol.VERSION_FIELD] = session.version
+        if session is not None and session.id:
             fields[protocol.SESSION_FIELD] = session.id
         return fields
 
