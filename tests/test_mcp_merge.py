@@ -535,6 +535,34 @@ async def test_a_stream_that_its_server_closed_is_taken_up_again(
     assert len(server.asked("tools/call")) == 1
 
 
+async def test_indented_answers_stay_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("modern")
+
+    def indented(method: str, headers: httpx.Headers, body: Any) -> httpx.Response | None:
+        if body["method"] != "tools/call":
+            return None
+        result = {"content": [{"type": "text", "text": "two\nlines"}]}
+        return response(200, json.dumps({"jsonrpc": "2.0", "id": body["id"], "result": result}, indent=2).encode())
+
+    server.before = indented
+    async with scene(monkeypatch, {"g": server}) as here:
+        message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "g__add"}}
+        got = await here.post(message, accept="text/event-stream")
+        (answer,) = got.events
+        assert answer["result"]["content"][0]["text"] == "two\nlines"
+        assert got.body.count(b"\n") == 3
+
+
+async def test_headers_that_cannot_be_sent_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("modern")
+    async with scene(monkeypatch, {"g": server}) as here:
+        message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "g__add"}}
+        got = await here.post(message, modern=True, mcp_param_a="h\xe9", mcp_param_b="b")
+        assert "isError" not in got.message["result"]
+    (sent,) = [headers for _, headers, body in server.seen if body["method"] == "tools/call"]
+    assert ("mcp-param-a" in sent, sent["mcp-param-b"]) == (False, "b")
+
+
 async def test_large_results_pass_up_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     for events in (True, False):
         server = Server("modern", events=events)

@@ -141,6 +141,8 @@ async def exchange(
                 await answer.drop()
     except (httpx.ConnectError, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
         raise Unreached(f"no connection: {error}") from None
+    except UnicodeEncodeError as error:
+        raise Unreached(f"a header that is not ASCII: {error}") from None
     except httpx.HTTPError as error:
         raise Trouble(f"connection lost: {error or type(error).__name__}") from None
 

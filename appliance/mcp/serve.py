@@ -109,7 +109,10 @@ class Endpoint:
         if arguments is not None and messages.taken_apart(arguments) is None and messages.value(arguments) is not None:
             await _refuse(out, ask, protocol.INVALID_PARAMS, "params.arguments is an object")
             return
-        repeated = {key: text for key, text in ask.fields.items() if key.startswith(protocol.PARAM_FIELDS)}
+        # Header values outside ASCII are told in base64; others are no words of this protocol.
+        repeated = {
+            key: text for key, text in ask.fields.items() if key.startswith(protocol.PARAM_FIELDS) and text.isascii()
+        }
         call = _Call(self._merge, Asked(ask.modern, params, repeated), name, ask)
         identity = ask.message.id
         assert identity is not None

@@ -138,8 +138,9 @@ def passed_error(identity: Id | None, body: object) -> bytes:
 
 
 def event(message: bytes) -> bytes:
-    """A message as one server-sent event."""
-    return b"event: message\ndata: " + message + b"\n\n"
+    """A message as one server-sent event. What a server indented has line ends between its tokens, never within one;
+    left alone, they would end the event's line."""
+    return b"event: message\ndata: " + message.replace(b"\n", b" ").replace(b"\r", b" ") + b"\n\n"
 
 
 def failure(text: str) -> dict[str, object]:
