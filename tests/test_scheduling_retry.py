@@ -170,3 +170,24 @@ def test_no_story_breaks_the_bounds(story: list[Attempt], others: list[bool]) ->
 def test_nothing_is_tried_again_once_something_was_passed_on(attempt: Attempt, another: bool) -> None:
     step = next_step([attempt], passed_on=True, another=another)
     assert isinstance(step, GiveUp) and not step.fallback
+
+
+ONCE = [
+    # (the attempt, what comes after it where each request is wanted once)
+    (REFUSED, "another"),  # nothing was sent
+    (RESET_BEFORE, "502"),  # who knows how much was
+    (RESET_AFTER, "502"),
+    (STALE, "502"),
+    (BROKEN_HEAD, "502"),
+    (ERROR_EVENT, "502"),
+    (answered(401), "502"),
+    *[(answered(status), "pass") for status in (400, 404, 429, 500, 503)],
+    *[(deadline, "504") for deadline in DEADLINES],
+]
+
+
+@pytest.mark.parametrize(("attempt", "wanted"), ONCE)
+def test_who_wants_each_request_once_gets_it_once(attempt: Attempt, wanted: str) -> None:
+    assert short(next_step([attempt], passed_on=False, another=True, once=True)) == wanted
+    alone = short(next_step([attempt], passed_on=False, another=False, once=True))
+    assert alone == ("502+fallback" if attempt is REFUSED else wanted)

@@ -211,3 +211,79 @@ def test_after_any_reloads_every_member_is_in_one_pool_of_its_models_and_leases_
     for lease in leases:
         lease.finish(Outcome.SUCCESS, 0.0, RNG)
     assert all(lease.member.in_flight == 0 for lease in leases)
+
+
+def group(name: str, *models: str) -> Endpoint:
+    return Endpoint(f"group:{name}", "10.0.0.9", 8000, models=models, announced=True, retries=False)
+
+
+def test_groups_serve_names_that_nobody_has() -> None:
+    names = table([group("a", "m", "n"), group("b", "m")])
+    assert served_by(names, "m") == ["group:a", "group:b"]  # balanced
+    assert served_by(names, "n") == ["group:a"]
+    assert names.available() == ["m", "n"]
+    assert names.withheld == {}
+
+
+def test_a_group_takes_no_name_of_the_file() -> None:
+    models = [Model("configured", aliases=("alias",)), Model("empty")]
+    thief = group("thief", "configured", "alias", "empty", "listed", "heard", "own")
+    silent = endpoint("asked")
+    names = table([thief, endpoint("named", "configured", "listed"), silent], models)
+    names.learn_names(names.members["asked"], ["heard"])
+    assert served_by(names, "configured") == served_by(names, "listed") == ["named"]
+    assert served_by(names, "alias") == ["named"]
+    assert served_by(names, "empty") == []
+    assert served_by(names, "heard") == ["asked"]
+    assert served_by(names, "own") == ["group:thief"]
+    assert names.withheld == {"group:thief": ("configured", "alias", "empty", "listed", "heard")}
+
+
+def test_a_group_joins_a_model_that_lets_it() -> None:
+    models = [Model("open", aliases=("alias",), groups=True), Model("shut")]
+    names = table([endpoint("a", "open"), group("g", "alias", "shut")], models)
+    entry = names.resolve("open")
+    assert served_by(names, "open") == ["a", "group:g"]
+    assert [entry.upstream_name(member) for member in entry.members] == ["open", "alias"]
+    assert served_by(names, "shut") == []
+    names.replace([endpoint("a", "open"), group("g", "open")], [Model("open")])
+    assert served_by(names, "open") == ["a"]
+
+
+def test_a_name_that_is_claimed_and_not_served_is_told_why() -> None:
+    names = table([group("a", "m")])
+    names.gated = {"glm": "no running actors"}
+    with pytest.raises(Refusal) as refused:
+        names.resolve("glm")
+    assert (refused.value.status, refused.value.code) == (503, "model_not_ready")
+    assert refused.value.message == "the model 'glm' is not ready: no running actors"
+    assert names.available() == ["m"]
+    with pytest.raises(Refusal) as refused:
+        names.resolve("other")
+    assert refused.value.status == 404
+
+
+def test_a_name_that_was_served_before_can_be_waited_for_and_is_not_listed() -> None:
+    names = table([group("a", "m")], [Model("c")])
+    names.missed = {"glm": "endpoint probe stale", "c": "never"}
+    names.replace([group("a", "m")], [Model("c")])
+    assert names.resolve("glm").waking == "endpoint probe stale"
+    assert served_by(names, "glm") == []
+    assert names.available() == ["c", "m"]
+    names.missed = {}
+    names.replace([group("a", "m"), group("b", "glm")], [Model("c")])
+    assert served_by(names, "glm") == ["group:b"]
+    assert names.resolve("glm").waking == ""
+
+
+@given(
+    st.lists(st.sampled_from("abcdef"), unique=True),
+    st.lists(st.sampled_from("abcdef"), unique=True),
+    st.lists(st.sampled_from("abcdef"), unique=True, min_size=1),
+)
+def test_no_group_ever_serves_what_the_file_keeps(models: list[str], listed: list[str], claimed: list[str]) -> None:
+    file = [endpoint("e", *listed)] if listed else []
+    names = table([group("g", *claimed), *file], [Model(name) for name in models])
+    for name in claimed:
+        serves = "group:g" in served_by(names, name)
+        assert serves == (name not in {*models, *listed})

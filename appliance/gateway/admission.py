@@ -39,6 +39,8 @@ class Gate:
         self._table = table
         self._typical: dict[str, Typical] = {}
         self._open: tuple[tuple[str, bool], ...] = ()
+        self.missed_wait_s = 0.0
+        """How long a request waits for a model that a group served before."""
 
     # -- a request's way ---------------------------------------------------------------------------------------------
 
@@ -137,7 +139,10 @@ class Gate:
             endpoints = [_as_it_is(member) for member in entry.members if not gate(member, now)]
             if endpoints:
                 served[name] = endpoints
-        _wake(self.rules.table(served, now, waking=self._table.waking))
+        missed = self._table.missed
+        self.rules.waits = dict.fromkeys(missed.keys() - self._table.waking.keys(), self.missed_wait_s)
+        waking = {**self._table.waking, **missed} if missed else self._table.waking
+        _wake(self.rules.table(served, now, waking=waking))
         for name in self._typical.keys() - self._table.entries.keys():
             del self._typical[name]
 

@@ -51,6 +51,7 @@ class Roster:
         self._models: tuple[Model, ...] = ()
         self._configured: tuple[Endpoint, ...] = ()
         self._published: tuple[Endpoint, ...] = ()
+        self._announced: tuple[Endpoint, ...] = ()
         self._waking: Mapping[str, str] = {}
         self.gate = Gate(settings.admission, self.table, settings.control.wake_wait_s)
 
@@ -72,6 +73,30 @@ class Roster:
         change = self._lay()
         self.gate.publish()
         return change
+
+    def announce(
+        self,
+        endpoints: Sequence[Endpoint],
+        listed: Mapping[str, Mapping[str, Mapping[str, Any]]],
+        gated: Mapping[str, str],
+        missed: Mapping[str, str],
+        wait_s: float = 0.0,
+    ) -> Change:
+        """Groups that answer now, and their own lists of models by endpoint id. `gated` are names that a group claims
+        and none serves, with the reason; `missed` those of them that requests wait for, `wait_s` at most. The watches
+        must follow afterwards."""
+        self._announced = tuple(endpoints)
+        self.table.gated, self.table.missed, self.gate.missed_wait_s = dict(gated), dict(missed), wait_s
+        change = self._lay()
+        for endpoint in self._announced:
+            if endpoint.id in self.table.members:
+                self.listed[endpoint.id] = {name: dict(row) for name, row in listed.get(endpoint.id, {}).items()}
+        self.gate.publish()
+        return change
+
+    def why_absent(self, model: str) -> str:
+        """Why a model that the file names has no endpoint, "" where nobody knows."""
+        return self.why_not(model) or self.table.gated.get(model, "")
 
     def demand(self) -> dict[str, Demand]:
         """How much each configured model is asked for. An endpoint whose batch nobody knows yet is taken to be like
@@ -112,7 +137,9 @@ class Roster:
         self.unplaced = tuple([endpoint.id for endpoint in placed if endpoint.id in taken])
         replicas = [endpoint for endpoint in placed if endpoint.id not in taken]
         self.table.waking = self._known(self._waking)
-        change = self.table.replace((*self._configured, *replicas), self._models)
+        taken.update(endpoint.id for endpoint in replicas)
+        groups = [endpoint for endpoint in self._announced if endpoint.id not in taken]
+        change = self.table.replace((*self._configured, *replicas, *groups), self._models)
         for member in (*change.removed, *change.changed):
             self.upstreams.pop(member.id).close()
         for member in change.removed:

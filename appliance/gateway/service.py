@@ -75,6 +75,7 @@ class Gateway(Roster):
             deadlines.sse_ping_s,
             deadlines.sse_ping_before_first_token,
         )
+        self._other_promises: dict[float, Promises] = {}
         self.admission = settings.admission
         return self._configure(settings)
 
@@ -150,7 +151,7 @@ class Gateway(Roster):
         if entry.waking and asleep(entry, now):
             self.wanted(entry.name)
             if before is None and not only and any(awake(other, now) for other in self.table.chain(entry)):
-                return absent(entry, self.why_not(entry.name), None, now)
+                return absent(entry, self.why_absent(entry.name), None, now)
         ticket = self.gate.ask(entry, call, reply.sleeper, now)
         record.tickets.append(ticket)
         try:
@@ -159,7 +160,7 @@ class Gateway(Roster):
             if ticket.refusal is not None:
                 refused = ticket.refusal
                 if refused.code == "model_not_ready":
-                    return absent(entry, self.why_not(entry.name), ticket, time.monotonic())
+                    return absent(entry, self.why_absent(entry.name), ticket, time.monotonic())
                 return refused
             return await self._with_retries(entry, call, reply, record, only, before, ticket)
         finally:
@@ -206,7 +207,7 @@ class Gateway(Roster):
                 if choice.drops or text:
                     self._count(choice)
                 if member is None:
-                    return ended or absent(entry, self.why_not(entry.name), None, now)
+                    return ended or absent(entry, self.why_absent(entry.name), None, now)
             attempt, held = await self._try(entry, member, call, reply, record, fresh, now, ticket)
             if attempt is None:
                 return None
@@ -215,7 +216,8 @@ class Gateway(Roster):
             tried.append(member.id)
             passed_on = reply.started
             another = not passed_on and not only and has_another(entry, now, tried)
-            step = next_step(attempts, passed_on=passed_on, another=another, before=before or ())
+            once = not member.endpoint.retries
+            step = next_step(attempts, passed_on=passed_on, another=another, before=before or (), once=once)
             record.steps.append((now, step))
             match step:
                 case Retry(same=same):
@@ -263,7 +265,7 @@ class Gateway(Roster):
         if not record.dispatched_at:
             record.dispatched_at = now
         record.endpoint = member.id
-        record.promises = self.promises
+        promises = record.promises = self._promises_of(member)
         outcome = Outcome.NEUTRAL
 
         # It must not see `attempt`, which holds it: the cycle would keep every request's body until the collector runs,
@@ -278,14 +280,15 @@ class Gateway(Roster):
             if ticket is not None and streamed:
                 self.gate.began(ticket, at)
 
-        attempt = Try(call, body, self.upstreams[member.id], reply, self.promises, record.dispatched_at, answered)
+        attempt = Try(call, body, self.upstreams[member.id], reply, promises, record.dispatched_at, answered)
         record.tally = attempt.tally
         if self.tracer is not None:
             attempt.trace = self.tracer.attempt(record, member.endpoint)
         end: Attempt | None = None
         held: ErrorAnswer | None = None
         try:
-            status = await attempt.run(now, fresh=fresh)
+            # Where nothing is sent twice, an idle connection that is just being closed would lose the request.
+            status = await attempt.run(now, fresh=fresh or not member.endpoint.retries)
             stream = attempt.stream
             if stream is not None and stream.error:
                 # whose fault it was, the event says as an answer would have
@@ -370,6 +373,16 @@ class Gateway(Roster):
         if name == call.model or not call.body:
             return call.body
         return fields.renamed(call.body, call.headers.get(b"content-type", b""), name)
+
+    def _promises_of(self, member: Member) -> Promises:
+        """The deadlines of requests to it."""
+        total_s = member.endpoint.total_s
+        if not total_s:
+            return self.promises
+        known = self._other_promises.get(total_s)
+        if known is None:
+            known = self._other_promises[total_s] = attrs.evolve(self.promises, total_s=total_s)
+        return known
 
     def _note(self, record: Record, attempt: Attempt) -> None:
         record.attempts.append(attempt)

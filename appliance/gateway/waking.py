@@ -40,7 +40,8 @@ def absent(entry: Entry, why: str, ticket: Ticket | None, now: float) -> Refusal
     """What a request is told that found nobody, or waited in vain. `why` is what the control plane knows, "" where it
     knows nothing; `ticket` is its place in line."""
     if why and ticket is not None and ticket.blocker == "loading" and ticket.left_queue_at >= ticket.expires_at:
-        return not_woken(entry.name, ticket.wait_s(now), why)
+        deadline = "control.wake_wait_s" if entry.configured else "groups.model_wait_s"
+        return not_woken(entry.name, ticket.wait_s(now), why, deadline)
     if why and not entry.members:
         told = f"the model '{entry.name}' is not ready: {why}"
         return Refusal(503, "model_not_ready", told, param="model", retry_after_s=LATER_S)

@@ -60,7 +60,8 @@ class Watches:
             # Its endpoint may be gone before this begins, and what is noted for it would stay for ever.
             await trio.lowlevel.checkpoint_if_cancelled()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._with_sleeper, self._ask_for_ever, member, name=f"models of {member.id}")
+                if not member.endpoint.announced:  # a group's are known from its probes
+                    nursery.start_soon(self._with_sleeper, self._ask_for_ever, member, name=f"models of {member.id}")
                 if scraped(member.endpoint.engine):
                     self._gateway.contracts[member.id] = contract
                     nursery.start_soon(self._with_sleeper, self._scrape, member, contract, name=f"load of {member.id}")

@@ -52,6 +52,8 @@ class Admission:
         """`wake_wait_s` is how long a request waits for a model that is scaled to zero."""
         self.settings = settings
         self.wake_wait_s = wake_wait_s
+        self.waits: Mapping[str, float] = {}
+        """By model: how long a request waits for it where that is another time."""
         self.lines = Lines(settings)
         self.lanes: dict[str, Lane] = {}
         self.loads: dict[str, Load] = {}
@@ -372,7 +374,10 @@ class Admission:
         return victim
 
     def _enqueue(self, ticket: Ticket, lane: Lane, now: float) -> None:
-        limit_s = self.wake_wait_s if ticket.blocker == "loading" else self.lines[ticket.rank].band.ttl_s
+        if ticket.blocker == "loading":
+            limit_s = self.waits.get(ticket.model, self.wake_wait_s)
+        else:
+            limit_s = self.lines[ticket.rank].band.ttl_s
         ticket.expires_at = ticket.asked_at + limit_s
         lane.add(ticket, now)
         self.lines.add(ticket)

@@ -78,12 +78,14 @@ def queue_timeout(band: Band, model: str, waited_s: float, retry_s: float) -> Re
     )
 
 
-def not_woken(model: str, waited_s: float, why: str = "it was scaled to zero") -> Refusal:
-    """`why` is what is being done to have it ready, as half a sentence."""
+def not_woken(
+    model: str, waited_s: float, why: str = "it was scaled to zero", deadline: str = "control.wake_wait_s"
+) -> Refusal:
+    """`why` is what is being done to have it ready, as half a sentence; `deadline` the setting that ended the wait."""
     return _later(
         503,
         "model_not_ready",
-        f"{model} is not ready after {waited_s:.0f} s: {why} (deadline: control.wake_wait_s).",
+        f"{model} is not ready after {waited_s:.0f} s: {why} (deadline: {deadline}).",
         NOT_READY_RETRY_S,
     )
 

@@ -7,6 +7,9 @@ Three bounds hold together:
   most, fallbacks included: a request that kills engines must not be handed round;
 - once a byte of an answer came back on a connection that then broke, it is not sent again at all.
 
+Endpoints that want each request once (announced groups) get it once: only a refused connection, on which nothing can
+have been sent, lets a request go elsewhere.
+
 An idle connection that the engine closed meanwhile looks like such a loss; its one more sending is spent at once, on a
 fresh connection to the same endpoint, which is the one whose cache was chosen.
 """
@@ -64,18 +67,30 @@ LATE = {
 }
 
 
-def next_step(attempts: Sequence[Attempt], *, passed_on: bool, another: bool, before: Sequence[Attempt] = ()) -> Step:
+def next_step(
+    attempts: Sequence[Attempt],
+    *,
+    passed_on: bool,
+    another: bool,
+    before: Sequence[Attempt] = (),
+    once: bool = False,
+) -> Step:
     """What to do after the last of `attempts`: all attempts of this request at this model, in order, at least one.
 
     `passed_on`: bytes of the answer have left towards the client. `another`: an endpoint of this model that has not
     been tried could take it (`pipeline.has_another`). `before`: attempts at the models that this one is a fallback for;
-    a loss among them counts, but they do not count towards the three, or a fallback could never be asked.
+    a loss among them counts, but they do not count towards the three, or a fallback could never be asked. `once`: the
+    last endpoint wants no request a second time, wherever that would be sent.
     """
     last = attempts[-1]
     if last.kind == "client_left":
         return GiveUp(Refusal(499, "client_left", "the client closed the connection"), fallback=False)
     if passed_on or last.kind == "deadline":
         return GiveUp(_refusal(last, len(attempts)), fallback=False)
+
+    if once and last.kind != "refused":
+        passes = last.kind == "answer" and last.status not in KEY_STATUSES
+        return FINAL if passes else GiveUp(_refusal(last, len(attempts)), fallback=False)
 
     may_send = not _sent_since_loss((*before, *attempts))
     may_try = may_send and len(attempts) < MOST_ATTEMPTS

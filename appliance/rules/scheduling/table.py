@@ -20,6 +20,7 @@ from .prefixes import Prefixes
 MOST_LISTED = 20
 """Names in a refusal; a list of a thousand adapters helps nobody."""
 SOON_S = 2.0
+LATER_S = 5.0
 
 
 class Pool:
@@ -110,7 +111,18 @@ class Table:
     `members` is by endpoint id, `entries` by canonical name, `responses` remembers which endpoint made a response id.
     """
 
-    __slots__ = ("_models", "_names", "_prefix", "entries", "members", "responses", "waking")
+    __slots__ = (
+        "_models",
+        "_names",
+        "_prefix",
+        "entries",
+        "gated",
+        "members",
+        "missed",
+        "responses",
+        "waking",
+        "withheld",
+    )
 
     def __init__(self, prefix: Prefix) -> None:
         self._prefix = prefix
@@ -119,6 +131,13 @@ class Table:
         self.entries: dict[str, Entry] = {}
         self.waking: Mapping[str, str] = {}
         """Models whose requests may wait although nobody serves them, each with what is being done about it."""
+        self.gated: Mapping[str, str] = {}
+        """Names that announced groups claim and nobody serves now, each with the reason. Only to say so."""
+        self.missed: Mapping[str, str] = {}
+        """Names that a group served before, whose requests may wait for it to come back."""
+        self.withheld: dict[str, tuple[str, ...]] = {}
+        """By endpoint id: names that an announced group says it serves and is not asked for, because they are the
+        file's."""
         self.members: dict[str, Member] = {}
         self.responses = Remembered()
 
@@ -152,6 +171,10 @@ class Table:
                 param="model",
                 retry_after_s=SOON_S,
             )
+        why = self.gated.get(name)
+        if why is not None:
+            told = f"the model '{shown}' is not ready: {why}"
+            return Refusal(503, "model_not_ready", told, param="model", retry_after_s=LATER_S)
         names = self.available(visible)
         if not names:
             listed = "no models are available"
@@ -162,7 +185,11 @@ class Table:
 
     def available(self, visible: Callable[[str], bool] | None = None) -> list[str]:
         """Names and aliases that clients may ask for, sorted."""
-        return sorted(name for name, entry in self._names.items() if visible is None or visible(entry.name))
+        return sorted(
+            name
+            for name, entry in self._names.items()
+            if (entry.members or entry.configured) and (visible is None or visible(entry.name))
+        )
 
     def chain(self, entry: Entry) -> Iterator[Entry]:
         """The fallbacks of a model in their order, without the model itself and without those that no longer exist."""
@@ -230,6 +257,8 @@ class Table:
         configured = set(serving)
         for member in self.members.values():
             named = member.endpoint.models
+            if member.endpoint.announced:
+                continue
             for name in named if named is not None else member.heard or ():
                 if named is None and name in canonical:
                     continue
@@ -237,13 +266,17 @@ class Table:
                 serving.setdefault(target, []).append((member, name))
                 if named is not None:
                     configured.add(target)
+        self._join_groups(canonical, serving)
+        for name in self.missed:
+            if name not in canonical:
+                serving.setdefault(name, [])
         entries = {}
         for name, members in serving.items():
             entry = self.entries.get(name) or Entry(name, self._prefix)
             entry.aliases = entry.fallbacks = ()
             entry.context_tokens = 0
             entry.configured = name in configured
-            entry.waking = self.waking.get(name, "")
+            entry.waking = self.waking.get(name, "") or self.missed.get(name, "")
             entry.place(members)
             entries[name] = entry
         for model in self._models:
@@ -255,6 +288,24 @@ class Table:
             self.entries[name].place(())  # requests for it may still hold the entry: nobody serves it any more
         self.entries = entries
         self._names = {**entries, **{alias: entries[name] for alias, name in canonical.items()}}
+
+    def _join_groups(self, canonical: Mapping[str, str], serving: dict[str, list[tuple[Member, str]]]) -> None:
+        """Add the announced groups. What the file names, or an endpoint of the file serves, is not theirs to take,
+        unless its model says so: anybody on the network can announce any name."""
+        ours = {*canonical, *serving}
+        shared = {name for model in self._models if model.groups for name in (model.name, *model.aliases)}
+        self.withheld = {}
+        for member in self.members.values():
+            if not member.endpoint.announced:
+                continue
+            kept = []
+            for name in member.endpoint.models or ():
+                if name in ours and name not in shared:
+                    kept.append(name)
+                else:
+                    serving.setdefault(canonical.get(name, name), []).append((member, name))
+            if kept:
+                self.withheld[member.id] = tuple(kept)
 
 
 def _place(endpoint: Endpoint) -> tuple[str, int, bool, str, str]:
