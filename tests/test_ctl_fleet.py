@@ -500,3 +500,17 @@ async def test_counts_for_prometheus_and_for_the_door(tmp_path: Path, planes: li
         answer = await at.router.ask(b"GET /status.json HTTP/1.1\r\nhost: x\r\n\r\n")
         models = json.loads(answer.body)["models"]
         assert models["wide"]["replicas"] == {"ready": 0, "loading": 1} and models["llama"]["replicas"] == {"ready": 2}
+
+
+async def test_a_model_that_sleeps_says_that_a_request_would_wait(tmp_path: Path, planes: list[ScenePlane]) -> None:
+    async with seen(tmp_path, planes) as at:
+        gateway, fleet = at.router.app.gateway, at.plane.fleet
+        gateway.publish((), fleet.waking(time.monotonic()))
+        assert (await at.says("explain", "model", "idle")).startswith(
+            "idle  at zero\nA request would wait for the model to be started: it is about to be started.\n"
+        )
+        gateway.why_not = lambda model: fleet.troubles(time.monotonic()).get(model, "")
+        refused = "A request would be refused with 503 model_not_ready: the model 'huge' is not ready: no node has room"
+        assert (await at.says("explain", "model", "huge")).startswith(f"huge  not ready\n{refused}")
+        found = {model["name"]: model["waking"] for model in (await at.read("models"))["models"]}
+        assert found["idle"] and found["wide"].startswith("it is loading on ") and not found["huge"]

@@ -18,12 +18,12 @@ from ..facts.choice import SCORERS, Attempt, Choice
 from ..gateway.record import Record
 from ..gateway.relay import Promises
 from ..gateway.service import Gateway
+from ..gateway.waking import absent, asleep
 from ..rules.admission.outlook import Outlook, outlook
 from ..rules.admission.refusals import REASONS
 from ..rules.admission.ticket import Ticket
 from ..rules.scheduling.filters import gate
 from ..rules.scheduling.member import Member
-from ..rules.scheduling.pipeline import not_ready
 from ..rules.scheduling.retry import Retry, Step
 from ..rules.scheduling.table import Entry
 from . import fleet, placing
@@ -145,7 +145,8 @@ def _model(gateway: Gateway, entry: Entry, now: float, plane: Plane | None) -> D
         "configured": entry.configured,
         "context_tokens": entry.context_tokens or None,
         "ready": bool(up),
-        "why": "" if up else not_ready(entry, now).message,
+        "why": "" if up else absent(entry, gateway.why_not(entry.name), None, now).message,
+        "waking": entry.waking if asleep(entry, now) else "",
         "endpoints": len(entry.members),
         "endpoints_up": len(up),
         "in_flight": sum(member.in_flight for member in entry.members),

@@ -184,7 +184,8 @@ def _tokens(document: Document, tokens: Document) -> str:
 
 def tell_model(document: Document) -> None:
     out = console()
-    state = "ready" if document["ready"] else "not ready"
+    at_zero = document["replicas"] is not None and document["replicas"]["at_zero"]
+    state = "ready" if document["ready"] else "at zero" if at_zero else "not ready"
     out.print(Text.assemble((document["name"], "bold"), "  ", styled(state)))
     print_lines([_now(document)])
     out.print()
@@ -236,7 +237,10 @@ def _now(document: Document) -> str:
         return f"A request would be sent to one of {counted(up, 'endpoint')}; {known - up} cannot take any."
     ready = [other["name"] for other in document["chain"] if other["ready"]]
     if ready:
-        return f"A request would be sent to its fallback {ready[0]}: {document['why']}."
+        woken = ", and the model is started" if document["waking"] else ""
+        return f"A request would be sent to its fallback {ready[0]}{woken}: {document['why']}."
+    if document["waking"]:
+        return f"A request would wait for the model to be started: {document['waking']}."
     return f"A request would be refused with 503 model_not_ready: {document['why']}."
 
 
