@@ -222,6 +222,7 @@ class Cluster:
         assert line[:3] == ["appliance", "agent", "join"], line
         await place.run(*line[1:])
         await self.start(node)
+        await self.node_is(node, "ready")
         return place
 
     async def start(self, node: str) -> Process:
@@ -255,12 +256,18 @@ class Cluster:
         )
 
     async def node(self, name: str) -> dict[str, Any]:
-        return next(each for each in await self.ask("/nodes") if each["name"] == name)
+        """What is known of a node; its state is "" while nobody has heard of it."""
+        found = await self.ask("/nodes")
+        return next((each for each in found if each["name"] == name), {"name": name, "state": ""})
 
     async def node_is(self, name: str, state: str, within_s: float = 40.0) -> dict[str, Any]:
-        return await self.come(
-            lambda: self.node(name), lambda found: found["state"] == state, f"{name} is {state}", within_s
+        nodes = await self.come(
+            lambda: self.ask("/nodes"),
+            lambda found: any((each["name"], each["state"]) == (name, state) for each in found),
+            f"{name} is {state}",
+            within_s,
         )
+        return next(each for each in nodes if each["name"] == name)
 
     async def come(
         self, look: Callable[[], Awaitable[T]], wanted: Callable[[T], object], what: str, within_s: float = 60.0

@@ -61,7 +61,7 @@ class Streams:
     async def _work(self) -> None:
         while not self._over:
             try:
-                client = Client(await trio.open_tcp_stream(self.host, self.port))
+                client = Client(await trio.open_tcp_stream(self.host, self.port), within_s=60.0)
             except OSError as error:
                 self.outcomes.append(Outcome("refused", detail=str(error)))
                 await trio.sleep(0.05)

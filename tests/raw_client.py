@@ -49,8 +49,9 @@ class BrokenOff(Exception):
 class Client:
     """One connection. Whoever opened it closes it (`routers.router` closes those it opened)."""
 
-    def __init__(self, stream: trio.abc.HalfCloseableStream) -> None:
+    def __init__(self, stream: trio.abc.HalfCloseableStream, within_s: float = WITHIN_S) -> None:
         self.stream = stream
+        self.within_s = within_s
         self.buffer = b""
 
     async def send(self, *pieces: bytes) -> None:
@@ -72,7 +73,7 @@ class Client:
             fields = {n.decode("latin-1"): v.decode("latin-1") for n, v in (head.headers if head else ())}
             return Answer(head.status_code if head else 0, fields, body, tuple(interim))
 
-        with trio.fail_after(WITHIN_S):
+        with trio.fail_after(self.within_s):
             while True:
                 try:
                     event = http.next_event()
@@ -95,7 +96,7 @@ class Client:
 
     async def until(self, wanted: bytes) -> bytes:
         """Raw bytes up to and with `wanted`; what came after it stays for the next reader."""
-        with trio.fail_after(WITHIN_S):
+        with trio.fail_after(self.within_s):
             while wanted not in self.buffer:
                 data = await self.stream.receive_some(65536)
                 assert data, f"ended before {wanted!r}: {self.buffer!r}"
@@ -106,7 +107,7 @@ class Client:
 
     async def rest(self) -> tuple[bytes, str]:
         """All raw bytes until the connection ends, and how it did: "closed" or "reset"."""
-        with trio.fail_after(WITHIN_S):
+        with trio.fail_after(self.within_s):
             while True:
                 try:
                     data = await self.stream.receive_some(65536)

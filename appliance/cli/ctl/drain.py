@@ -41,13 +41,13 @@ def drain(node: str, no_wait: bool) -> int:
             f"the grace is over and {counted(len(left), 'replica')} still on {node}: {', '.join(left)}; "
             "'ctl replicas' says in which state"
         )
-    console().print(f"{node} is drained" if moving else f"{node} is drained: nothing ran there")
     gone = set(moving.values())
-    print_lines(
-        f"{each['model']}: {each['count']} missing: {each['reason']}"
-        for each in ask("replicas")["missing"]
-        if each["model"] in gone
-    )
+    missing = [each for each in ask("replicas")["missing"] if each["model"] in gone]
+    told = f"{node} is drained" if moving else f"{node} is drained: nothing ran there"
+    if missing and not ask("nodes", node)["drain_left_s"]:
+        told += ", not everything with a replacement, since the grace was over"
+    console().print(told)
+    print_lines(f"{each['model']}: {each['count']} missing: {each['reason']}" for each in missing)
     return 0
 
 

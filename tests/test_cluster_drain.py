@@ -1,0 +1,78 @@
+"""Nodes are drained and profiles changed while clients stream: the replacement serves before the old one goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+
+from tests.cluster import cluster, inventory, sim_model
+from tests.cluster_load import Streams
+
+SPEED = "gpus_per_node = 1\nargs = ['--decode-tokens-per-second=100']"
+
+
+async def test_a_drained_node_is_empty_and_nobody_noticed(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        made.configure(sim_model(replicas=1, profile=SPEED))
+        await made.begin()
+        for node in ("a", "b"):
+            await made.add(node, inventory(node, 1))
+        (first,) = await made.ready("m")
+        home = first["shards"][0]["node"]
+        load = Streams(made.door_port)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load.run)
+            await load.more(40)
+            told = await made.control.run("ctl", "drain", home)
+            await load.more(40)
+            load.end()
+        assert not load.harmed, load.harmed
+        (second,) = await made.ready("m")
+        assert second["id"] != first["id"]
+        assert second["shards"][0]["node"] != home
+        assert not made.nodes[home].engines(), told
+        assert (await made.node(home))["cordoned"], "a drained node gets nothing new until it is uncordoned"
+
+
+async def test_the_only_possible_node_is_drained_when_its_time_is_over(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        made.configure(sim_model(replicas=1, profile=SPEED), drain_grace_s=3)
+        await made.begin()
+        await made.add("a", inventory("a", 1))
+        await made.ready("m")
+        (replica,) = await made.ready("m")
+        told = await made.control.run("ctl", "drain", "a")
+        assert "a is drained, not everything with a replacement, since the grace was over" in told, told
+        assert "m: 1 missing: no node has room for it: a: it is being drained" in told, told
+        assert made.control.process is not None
+        line = await made.control.process.logged('event="drain grace over"')
+        assert f"replica={replica['id']}" in line and "no_replacement=" in line, line
+        assert not made.nodes["a"].engines()
+        await made.control.run("ctl", "uncordon", "a")
+        await made.ready("m")
+
+
+async def test_a_changed_profile_is_rolled(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        made.configure(sim_model(replicas=2, profile=SPEED))
+        await made.begin()
+        await made.add("a", inventory("a", 3))
+        before = await made.ready("m", 2)
+        load = Streams(made.door_port)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load.run)
+            await load.more(40)
+            await made.reload(sim_model(replicas=2, profile=SPEED.replace("=100", "=120")))
+            old = {each["id"] for each in before}
+            after = await made.come(
+                lambda: made.replicas("m"),
+                lambda found: (
+                    len(found) == 2 and all(each["state"] == "ready" and each["id"] not in old for each in found)
+                ),
+                "both are new",
+            )
+            await load.more(40)
+            load.end()
+        assert not load.harmed, load.harmed
+        assert len(made.nodes["a"].engines()) == len(after) == 2
