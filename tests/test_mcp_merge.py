@@ -274,19 +274,20 @@ async def test_groups_that_are_down_or_talk_nonsense_contribute_nothing(monkeypa
 
 async def test_groups_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Server(), Server("modern", ["sub"])
-    servers = {"a": first}
-    async with scene(monkeypatch, servers) as here:
+    servers, hidden = {"a": first}, set[str]()
+    async with scene(monkeypatch, servers, hidden=hidden) as here:
         assert await here.names() == ["serve_status", "a__add"]
         servers["b"] = second
         assert await here.names() == ["serve_status", "a__add", "b__sub"]
-        del servers["a"]
-        servers["c"] = first  # its old session is ended meanwhile
-        assert await here.names() == ["serve_status", "b__sub", "c__add"]
-        await trio.testing.wait_all_tasks_blocked()
-        told = await here.call("a__add")
-        assert told == ("failed", "There is no tool a__add. Tools: serve_status, b__sub, c__add")
-        del servers["c"]
+        hidden.add("a")
         assert await here.names() == ["serve_status", "b__sub"]
+        await trio.testing.wait_all_tasks_blocked()
+        assert (first.made, first.sessions) == (1, set())  # ended when the group went
+        told = await here.call("a__add")
+        assert told == ("failed", "There is no tool a__add. Tools: serve_status, b__sub")
+        hidden.clear()
+        assert await here.call("a__add") == '["add", null]'
+        assert await here.names() == ["serve_status", "a__add", "b__sub"]
 
 
 # -- calls --------------------------------------------------------------------------------------
@@ -533,6 +534,14 @@ async def test_a_stream_that_its_server_closed_is_taken_up_again(
         assert (await here.post(message)).message == {"jsonrpc": "2.0", "id": 1, "result": {"content": []}}
         assert trio.current_time() == 0.5
     assert len(server.asked("tools/call")) == 1
+
+
+async def test_a_token_that_is_none_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("modern")
+    async with scene(monkeypatch, {"g": server}) as here:
+        await here.call("g__add", _meta={"progressToken": {}, "traceparent": "kept"})
+    assert "progressToken" not in server.ran[0]["_meta"]
+    assert server.ran[0]["_meta"]["traceparent"] == "kept"
 
 
 async def test_indented_answers_stay_one_event(monkeypatch: pytest.MonkeyPatch) -> None:

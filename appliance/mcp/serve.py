@@ -94,7 +94,7 @@ class Endpoint:
         )
 
     def _cancel(self, session: str, request: object) -> None:
-        if session and isinstance(request, int | str) and (scope := self._running.get((session, request))) is not None:
+        if isinstance(request, int | str) and (scope := self._running.get((session, request))) is not None:
             scope.cancel()
 
     # -- a call -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -245,9 +245,13 @@ class Got:
 
 @asynccontextmanager
 async def scene(
-    monkeypatch: pytest.MonkeyPatch, servers: Mapping[str, Server], settings: McpSettings | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    servers: Mapping[str, Server],
+    settings: McpSettings | None = None,
+    hidden: Collection[str] = (),
 ) -> AsyncIterator[Scene]:
-    """The endpoint before these servers, each under the group's name as its host. Groups may be added to `servers`."""
+    """The endpoint before these servers, each under the group's name as its host. Groups may be added to `servers`;
+    `hidden` ones are announced no more, and answer still."""
 
     async def handle(request: httpx.Request) -> httpx.Response:
         server = servers.get(request.url.host)
@@ -261,7 +265,7 @@ async def scene(
     monkeypatch.setattr(upstream, "open_client", client)
 
     def sources() -> list[Source]:
-        return [Source(group, f"http://{group}/mcp") for group in servers]
+        return [Source(group, f"http://{group}/mcp") for group in servers if group not in hidden]
 
     async with open_merge(sources, lambda: {"models": {"m": 1}}, settings or McpSettings(), CLIENT) as merge:
         yield Scene(merge)
