@@ -299,7 +299,7 @@ async def test_a_drain_of_the_only_possible_node_ends_with_the_grace(tmp_path: P
         nursery.start_soon(at.plane.go_on)
         told = (await at.says("drain", "blue-2")).splitlines()
         assert any(line.startswith("0 of 1 replica gone, ") and "; waiting for wide." in line for line in told)
-        assert told[-2] == "blue-2 is drained"
+        assert told[-2] == "blue-2 is drained, not everything with a replacement, since the grace was over"
         assert told[-1].startswith("wide: 1 missing: ")
         nursery.cancel_scope.cancel()
 
