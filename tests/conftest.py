@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,10 @@ import pytest
 if TYPE_CHECKING:
     from tests.engines.llama_engine import LlamaEngine
     from tests.engines.tiny_gguf import TinyModels
+
+os.environ |= {"MENTAT_DAEMONS": "", "MENTAT_ANNOUNCE_PORT": "0"}
+"""Routers of tests find no groups: neither a daemon of this machine, nor each other, nor whoever announces on its
+network. A test of groups says otherwise itself."""
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ ground
 |- signals               first SIGTERM or SIGINT: staged stop; second: now; SIGHUP: reload
 |- watches               one task per endpoint
 |- control               only when a model has a profile (`plane.py`)
+|- groups                unless groups.enabled is false (`groups.py`)
 |- metrics, admin        beside the road
 |- spans                 only with a collector; at a stop it delivers what is left
 '- door                  accept loops end first, connections get `drain_s`; its end is the end of all
@@ -38,8 +39,9 @@ from ..nursery.sleeper import Sleeper, sweep
 from ..rules.scheduling.member import Member
 from ..wire.line import Poller
 from ..wire.tls import server_context
+from . import groups as announced
 from . import logs, takeover
-from .config import ConfigError, Loaded, changes, keep_fixed, load, profiled, without_profiles
+from .config import ConfigError, Loaded, advice, changes, keep_fixed, load, profiled, without_profiles
 from .listening import address_of, is_loopback, open_sockets, raise_open_files
 from .operations import Operations
 from .startfailed import StartFailed
@@ -139,6 +141,11 @@ class Router:
         self.listeners = Listeners(self.door, self.poller, self.sleepers, _limits(settings), self.buffers)
         self.operations = Operations(self)
         self.control = self._control(with_agent)
+        self.groups = (
+            announced.AnnouncedGroups(settings, self.gateway, self._follow) if announced.wanted(settings) else None
+        )
+        self.door.groups = lambda: announced.status(self.groups)
+        self.door.permits = announced.client_gate(loaded)
         self.stop = trio.Event()
         self._stopping = False
         self._listening: tuple[Address, ...] = ()
@@ -166,6 +173,8 @@ class Router:
                 self.watches = Watches(self.gateway, self.sleepers, ground)
                 self._follow()
                 await ground.start(self._handle_signals, ground.cancel_scope, name="signals")
+                if self.groups is not None:
+                    await ground.start(self.groups.run, name="groups")
                 try:
                     await self._until_due()
                     if self.control is not None:
@@ -196,7 +205,9 @@ class Router:
             await trio.to_thread.run_sync(self._taken.done)
 
     def _unheard(self) -> bool:
-        """Whether an endpoint that names its models itself has neither done so nor failed."""
+        """Whether an endpoint that names its models itself has neither done so nor failed; or a daemon was not read."""
+        if self.groups is not None and not self.groups.groups.heard_out:
+            return True
         return any(not _names_known(member) and member.up for member in self.gateway.table.members.values())
 
     def _serves_something(self) -> bool:
@@ -370,6 +381,8 @@ class Router:
         if self._taken:
             log.info("took over", pid=self._taken.pid, requests_finishing_there=self._taken.running)
         self._supervisor.ready()
+        for text in advice(self.loaded):
+            log.warning("configuration", advice=text)
         if not self.loopback:
             log.warning(
                 "anybody who can reach this address can use every model: the door has no keys",

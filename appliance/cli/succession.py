@@ -37,6 +37,8 @@ async def give_way(router: Router) -> dict[str, Any]:
     router.stop.set()
     running = len(router.gateway.books.live)
     log.info("another process has taken over, running requests are finished here", requests=running)
+    if router.groups is not None:
+        router.groups.end()
     if router.control is not None:
         await router.control.end()
     return {"requests": running}

@@ -16,6 +16,7 @@ from ..facts.call import Ask, Call, Caller
 from ..facts.errors import Refusal
 from ..gateway.identity import BAND_FIELD, band_of, caller_of
 from ..gateway.service import Gateway
+from ..rules.groups.published import PREFIX as GROUP
 from ..wire import multipart
 from ..wire.head import RequestHead
 from . import body as bodies
@@ -41,6 +42,10 @@ class Door:
         self.ready: Callable[[], bool] = lambda: True
         self.replicas: Callable[[], Mapping[str, Mapping[str, int]]] = dict
         """Of each model that is placed on nodes: how many replicas are in which state."""
+        self.groups: Callable[[], Mapping[str, Any]] = dict
+        """Daemons, announced groups and their models, for the status document; empty where none are looked for."""
+        self.permits: Callable[[str], bool] | None = None
+        """Whether a client of this address may ask at all; None: everybody may."""
         self._buffers = buffers
         self._origins: frozenset[bytes] = frozenset()
         self._proxies: Proxies | None = None
@@ -61,6 +66,10 @@ class Door:
         if self._origins and b"origin" in head.by_name and head.path.startswith(b"/v1/"):
             self._allow_origin(head, reply)
         reply.peer = peer if self._proxies is None else self._proxies.client_of(peer, head.fields)
+        if self.permits is not None and not self.permits(reply.peer.rpartition(":")[0].strip("[]")):
+            raise Refusal(
+                403, "source_not_permitted", "this address is not in the router's ALLOWED_SOURCES", should_retry=False
+            )
         try:
             found = find(head)
         except Refusal:
@@ -99,7 +108,7 @@ class Door:
             case Kind.HEALTH | Kind.STATUS:
                 await reply.whole(
                     200,
-                    msgspec.json.encode(status_document(self.gateway, self.draining, self.replicas())),
+                    msgspec.json.encode(status_document(self.gateway, self.draining, self.replicas(), self.groups())),
                     fields=[(b"cache-control", b"no-store")],
                 )
             case Kind.READY:
@@ -242,9 +251,12 @@ def model_entries(gateway: Gateway) -> list[dict[str, Any]]:
 
 
 def status_document(
-    gateway: Gateway, draining: bool, replicas: Mapping[str, Mapping[str, int]] | None = None
+    gateway: Gateway,
+    draining: bool,
+    replicas: Mapping[str, Mapping[str, int]] | None = None,
+    groups: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`/healthz`, `/status.json` and `/`: what is served, and how it is."""
+    """`/healthz`, `/status.json` and `/`: what is served, and how it is. `groups` is what announced groups say."""
     models: dict[str, dict[str, Any]] = {}
     for name, entry in sorted(gateway.table.entries.items()):
         up = sum(member.up for member in entry.members)
@@ -257,7 +269,13 @@ def status_document(
         }
         if replicas and name in replicas:
             models[name]["replicas"] = replicas[name]
+        for member in entry.members:
+            if groups and member.endpoint.announced:
+                group = member.id.removeprefix(GROUP)
+                models[name] |= {"group": group, "url": groups["groups"].get(group, {}).get("openai")}
+                break
     return {
+        **({key: groups[key] for key in ("uptime_s", "verify", "daemons", "groups")} if groups else {}),
         "status": "draining" if draining else "ok",
         "version": __version__,
         "models": models,

@@ -109,6 +109,19 @@ class Groups:
         """Names that a group claims and none serves now, each with the reason."""
         return self._published.gated
 
+    def missed(self) -> Mapping[str, str]:
+        """Names that a group served before and none serves now, each with what is known of it; requests may wait for
+        them. None where nobody waits."""
+        if not self.settings.model_wait_s:
+            return {}
+        served = {model for endpoint in self._published.endpoints for model in endpoint.models or ()}
+        return {
+            model: self._why.get(name) or "its group is gone"
+            for name, standing in sorted(self._standings.items())
+            for model in standing.names
+            if model not in served
+        }
+
     def allows(self, address: str) -> bool:
         """Whether an address passes `allowed_sources`."""
         return self._sources.allow(address, self._networks())

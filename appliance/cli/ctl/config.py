@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..config import ConfigError, Loaded, example, load, places, show, toml_value
+from ..config import ConfigError, Loaded, advice, example, load, places, show, toml_value
 from .asking import Refused, admin_option, ask, reads
 from .screen import Column, console, counted, print_json, print_table
 
@@ -33,8 +33,10 @@ def check(file: str | None, as_json: bool) -> int:
                 click.echo(str(fault), err=True)
         return 1
     if as_json:
-        print_json({"ok": True, "file": loaded.file, "faults": []})
+        print_json({"ok": True, "file": loaded.file, "faults": [], "advice": list(advice(loaded))})
     else:
+        for text in advice(loaded):
+            click.echo(f"advice: {text}", err=True)
         console().print(_summary(loaded))
     return 0
 
