@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -22,7 +23,7 @@ CHAIN = (
 )
 
 
-async def begun(door: Running, count: int = 1, **more: object) -> Client:
+async def begun(door: Running, count: int = 1, **more: Any) -> Client:
     """A request that waits for its model."""
     client = await door.connect()
     await client.send(chat(**more))
