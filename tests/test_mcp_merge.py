@@ -466,6 +466,29 @@ async def test_a_handshake_client_cancels_by_its_session_and_id(monkeypatch: pyt
         assert got[1].message["error"]["code"] == -32800
 
 
+async def test_without_a_session_nobody_cancels_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("modern")
+    running, go_on = trio.Event(), trio.Event()
+
+    async def waits(params: Any, notify: Any) -> Any:
+        running.set()
+        await go_on.wait()
+        return {"content": [{"type": "text", "text": "done"}]}
+
+    server.tool = waits
+    async with scene(monkeypatch, {"g": server}) as here, trio.open_nursery() as nursery:
+
+        async def called() -> None:
+            assert await here.call("g__add") == "done"
+
+        nursery.start_soon(called)
+        await running.wait()
+        # ids are alike among clients: this one may be anybody
+        await here.post({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": 7}})
+        await trio.testing.wait_all_tasks_blocked()
+        go_on.set()
+
+
 async def test_silence_is_broken_by_pings(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
