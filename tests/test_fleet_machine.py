@@ -29,12 +29,13 @@ some_node = st.sampled_from(NAMES)
 
 
 class Fleets(RuleBasedStateMachine):
-    @initialize(late=st.sets(some_node))
-    def begin(self, late: set[str]) -> None:
+    @initialize(late=st.sets(some_node, max_size=2), seconds=st.sampled_from((0, 40)))
+    def begin(self, late: set[str], seconds: int) -> None:
         self.scene = Scene(NODES, CATALOG, QUICK)
         self.scene.load_s = 4.0
         self.version = 0
         self.scene.connect(*[name for name in NAMES if name not in late])
+        self.scene.run(seconds)
 
     # -- time
 
