@@ -128,6 +128,13 @@ ENGINE_MANAGEMENT: dict[str, frozenset[bytes]] = {
 """Paths by which an engine is managed, written out per engine. None of them is ever passed on."""
 _MANAGEMENT = frozenset().union(*ENGINE_MANAGEMENT.values())
 
+OF_GROUPS = Route("group path")
+"""Any other root path, which only an announced group is asked for: their engines are not ours to know."""
+_OURS = frozenset(
+    (b"mcp", b"me", b"login", b"signup", b"profile", b"playground", b"admin", b"claim", b"static", b"metrics", b"v1")
+)
+"""First parts of paths that are this router's own, or will be."""
+
 _RESPONSE = re.compile(rb"/v1/responses/([A-Za-z0-9_\-]{1,200})(/cancel)?")
 _FORWARDABLE = re.compile(rb"(?:/[A-Za-z0-9_\-.:]+)+")
 _PERCENT = re.compile(rb"%([0-9A-Fa-f]{2})")
@@ -166,6 +173,18 @@ def find(head: RequestHead) -> Found:
             headers=(("Allow", ", ".join((*allowed, "OPTIONS"))),),
         )
     return found
+
+
+def find_of_groups(head: RequestHead) -> Found | None:
+    """What a request that `find` knows nothing of is for where there are announced groups; None: nothing."""
+    path = head.path.rstrip(b"/")
+    if head.method != b"POST" or b"upgrade" in head.by_name or path in _MANAGEMENT:
+        return None
+    if path.split(b"/")[1:2] == [] or path.split(b"/")[1] in _OURS or _FORWARDABLE.fullmatch(path) is None:
+        return None
+    if {b".", b".."} & set(path.split(b"/")):
+        return None
+    return Found(Kind.FORWARD, OF_GROUPS)
 
 
 def is_anthropic(path: bytes) -> bool:

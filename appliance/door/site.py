@@ -23,7 +23,7 @@ from . import body as bodies
 from .buffers import Buffers
 from .proxies import Proxies
 from .reply import HttpReply
-from .routes import Found, Kind, find, forwarded_target, is_anthropic
+from .routes import OF_GROUPS, Found, Kind, find, find_of_groups, forwarded_target, is_anthropic
 
 log = structlog.get_logger("access")
 _NO_ASK = Ask()
@@ -72,9 +72,12 @@ class Door:
             )
         try:
             found = find(head)
-        except Refusal:
-            reply.anthropic = is_anthropic(head.path)
-            raise
+        except Refusal as refusal:
+            of_groups = find_of_groups(head) if refusal.status == 404 and self._has_groups() else None
+            if of_groups is None:
+                reply.anthropic = is_anthropic(head.path)
+                raise
+            found = of_groups
         reply.anthropic = found.route.anthropic
         if BAND_FIELD in head.by_name and found.kind is Kind.FORWARD:
             band_of(head.by_name, self.gateway.admission)
@@ -141,6 +144,8 @@ class Door:
             if body.startswith(bodies.BOM):
                 body = body[len(bodies.BOM) :]
             ask = bodies.read_json(body)
+        if found.route is OF_GROUPS:
+            self._only_of_groups(str(ask.model), head)
         call = Call(
             reply.request_id,
             head.method,
@@ -193,6 +198,17 @@ class Door:
             stream, Caller(band=gateway.admission.default_band), time.monotonic(),
         )  # fmt: skip
         await gateway.serve(call, reply, only=member.id)
+
+    def _has_groups(self) -> bool:
+        return any(member.endpoint.announced for member in self.gateway.table.members.values())
+
+    def _only_of_groups(self, model: str, head: RequestHead) -> None:
+        """Refuse a path that is passed on to announced groups alone where others serve the model. Raises Refusal."""
+        members = self.gateway.table.resolve(model).members
+        if not all(member.endpoint.announced for member in members):
+            shown = head.path[:200].decode("latin-1")
+            why = f"{shown}: only models of announced groups are asked at this path"
+            raise Refusal(404, "not_found", why, should_retry=False)
 
     def _model(self, name: str) -> dict[str, Any]:
         for entry in model_entries(self.gateway):
