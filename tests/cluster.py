@@ -225,6 +225,12 @@ class Cluster:
         await self.node_is(node, "ready")
         return place
 
+    async def add_all(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Several machines join at one time; inventories by node."""
+        async with trio.open_nursery() as nursery:
+            for node, hardware in found.items():
+                nursery.start_soon(self.add, node, hardware)
+
     async def start(self, node: str) -> Process:
         """Start the agent of a machine that has joined."""
         process = self.nodes[node].begin("agent")

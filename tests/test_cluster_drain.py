@@ -16,8 +16,7 @@ async def test_a_drained_node_is_empty_and_nobody_noticed(tmp_path: Path) -> Non
     async with cluster(tmp_path) as made:
         made.configure(sim_model(replicas=1, profile=SPEED))
         await made.begin()
-        for node in ("a", "b"):
-            await made.add(node, inventory(node, 1))
+        await made.add_all({node: inventory(node, 1) for node in ("a", "b")})
         (first,) = await made.ready("m")
         home = first["shards"][0]["node"]
         load = Streams(made.door_port)

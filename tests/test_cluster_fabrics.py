@@ -16,8 +16,7 @@ async def four_nodes(made: Cluster, profile: str) -> list[dict[str, Any]]:
     """Two replicas of the profile, wanted only when all four nodes are there to choose from."""
     made.configure(sim_model(replicas=0, profile=profile))
     await made.begin()
-    for node, fabric in FABRICS.items():
-        await made.add(node, inventory(node, 8, fabric))
+    await made.add_all({node: inventory(node, 8, fabric) for node, fabric in FABRICS.items()})
     await made.reload(sim_model(replicas=2, profile=profile))
     return await made.ready("m", 2)
 

@@ -16,8 +16,7 @@ SPEED = "gpus_per_node = 1\nargs = ['--decode-tokens-per-second=100']"
 async def three_nodes(made: Cluster) -> None:
     made.configure(sim_model(replicas=2, profile=SPEED))
     await made.begin()
-    for node in ("a", "b", "c"):
-        await made.add(node, inventory(node, 1))
+    await made.add_all({node: inventory(node, 1) for node in ("a", "b", "c")})
     await made.ready("m", 2)
 
 
