@@ -9,6 +9,7 @@ port can read it; the last lines of a log (which may hold anything) are given to
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ import attrs
 import msgspec
 
 from appliance import __version__
+from appliance.facts.groups import Registered
 from appliance.facts.hardware import Inventory
 from appliance.facts.report import Report
 from appliance.rules.fleet.alone import Waiting
@@ -67,7 +69,7 @@ class Control:
 @attrs.frozen
 class Seen:
     """Everything the document is made of, at one moment. `failures` counts by model since the start, `control` is None
-    in local mode."""
+    in local mode, `registered` is an engine beside this agent that somebody else started."""
 
     identity: Identity
     inventory: Inventory
@@ -75,6 +77,12 @@ class Seen:
     waiting: tuple[Waiting, ...] = ()
     failures: Mapping[str, int] = attrs.field(factory=dict)
     control: Control | None = None
+    registered: Registered | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the node is now: its address may have changed since the start."""
+        return self.inventory.address or self.identity.address
 
 
 def document(seen: Seen) -> dict[str, Any]:
@@ -83,10 +91,10 @@ def document(seen: Seen) -> dict[str, Any]:
     return {
         "proto": PROTO,
         "node_id": identity.node_id,
-        "node_ip": identity.address,
+        "node_ip": seen.address,
         "hostname": identity.hostname,
         "boot_id": identity.boot_id,
-        "addrs": _addresses(identity, inventory),
+        "addrs": _addresses(seen.address, inventory),
         "addr_tags": {},
         "peers": {},
         "groups": _groups(seen),
@@ -118,9 +126,9 @@ def one_group(whole: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**whole, "groups": {name: groups[name]} if name in groups else {}}
 
 
-def _addresses(identity: Identity, inventory: Inventory) -> list[str]:
+def _addresses(address: str, inventory: Inventory) -> list[str]:
     """The preferred one first. Loopback and link-local ones mean nothing to others."""
-    found = [identity.address]
+    found = [address]
     for interface in inventory.interfaces:
         found += [each for each in interface.addresses if not each.startswith(("127.", "::1", "fe80:", "169.254."))]
     return list(dict.fromkeys(each for each in found if each))
@@ -131,9 +139,9 @@ def _groups(seen: Seen) -> dict[str, Any]:
     for report in seen.reports.values():
         if report.state != "stopped":
             by_replica.setdefault(report.shard.replica, []).append(report)
-    return {
+    groups: dict[str, Any] = {
         replica: {
-            "agents": {_agent_id(report, seen.identity): _agent(report, seen.identity) for report in reports},
+            "agents": {_agent_id(report, seen.identity): _agent(report, seen.address) for report in reports},
             "actors": {_actor_id(report): _actor(report, seen) for report in reports},
             "placement_groups": {},
             "gpus_total": sum(len(report.shard.gpus) for report in reports),
@@ -141,13 +149,25 @@ def _groups(seen: Seen) -> dict[str, Any]:
         }
         for replica, reports in sorted(by_replica.items())
     }
+    if seen.registered is not None:
+        empty: dict[str, Any] = {"agents": {}, "actors": {}, "placement_groups": {}, "gpus_total": 0, "gpus_used": 0}
+        group = groups.setdefault(seen.registered.group, empty)
+        group["agents"][f"{seen.registered.group}@{seen.identity.node}"] = _registered(seen.registered, seen.address)
+    return groups
+
+
+def _registered(registered: Registered, address: str) -> dict[str, Any]:
+    """An agent without actors: routers go by their probes alone."""
+    said = {"openai": registered.openai, "mcp": registered.mcp}
+    services = {name: dict(service) for name, service in said.items() if service is not None}
+    return {"node_ip": address, "pid": os.getpid(), "alive": True, "services": services}
 
 
 def _agent_id(report: Report, identity: Identity) -> str:
     return f"{report.shard.id}@{identity.node}"
 
 
-def _agent(report: Report, identity: Identity) -> dict[str, Any]:
+def _agent(report: Report, node_ip: str) -> dict[str, Any]:
     services: dict[str, Any] = {}
     address = report.shard.address
     if report.port and not report.ended:
@@ -159,7 +179,7 @@ def _agent(report: Report, identity: Identity) -> dict[str, Any]:
             "provider": report.shard.profile.engine,
             "note": report.reason,
         }
-    return {"node_ip": identity.address, "pid": report.pid, "alive": True, "services": services}
+    return {"node_ip": node_ip, "pid": report.pid, "alive": True, "services": services}
 
 
 def _actor_id(report: Report) -> str:

@@ -21,6 +21,7 @@ from ..agent.discovery.inventory import gather
 from ..agent.discovery.writing import BadInventory, to_json, to_lines
 from . import logs
 from .agent_join import join
+from .agent_register import register
 from .agent_tree import AgentTree, place
 from .config import ConfigError, Loaded, changes, keep_fixed, load
 from .listening import raise_open_files
@@ -69,6 +70,7 @@ def agent(ctx: click.Context, config: str | None) -> int:
 
 
 agent.add_command(join)
+agent.add_command(register)
 
 
 @agent.command()

@@ -4,6 +4,7 @@ run
 |- shards         one tree per shard; cancelling it touches no engine
 |- machine        the hardware, looked at again and again
 |- news           what changed is passed on to whoever waits for it
+|- announcer      routers are told that it is here
 |- local mode     which of its own models run; or
 |- link           the control plane is called, which says what runs
 '- http           /status, /events, /metrics, /healthz
@@ -24,6 +25,7 @@ import structlog
 import trio
 
 from .. import __version__
+from ..agent.announce import Announcer
 from ..agent.discovery.gpus import GpuProbe
 from ..agent.discovery.inventory import Place
 from ..agent.discovery.writing import BadInventory
@@ -36,6 +38,8 @@ from ..agent.status import Identity, Seen
 from ..agent.web import Render, Site
 from ..facts.settings import Address, Settings
 from ..nursery.news import News
+from ..rules.groups.registered import Unregistered, registered
+from .announcekey import secret
 from .listening import address_of, bind_all, is_loopback
 from .program import bundle, own_argv
 from .startfailed import StartFailed
@@ -79,6 +83,7 @@ class AgentTree:
 
     `dial` opens a link to a control plane within the process, see `within`. Without it `agent.control_url` says where
     to call, and local mode holds where that is empty. `wait_s` is how long somebody else may still own the directory.
+    An engine that MENTAT_GROUP and its companions name is published beside what runs here. Raises StartFailed.
     """
 
     def __init__(self, settings: Settings, dial: Dial | None = None, *, wait_s: float = 0.0) -> None:
@@ -111,6 +116,10 @@ class AgentTree:
             self.local.configure(settings.models, own.address)
         self._embedded = dial is not None
         self._adopted = False
+        try:
+            self._registered = registered(os.environ)
+        except Unregistered as wrong:
+            raise StartFailed(str(wrong)) from None
 
     def configure(self, settings: Settings) -> None:
         """Take other settings over, as far as an agent can while it runs."""
@@ -196,6 +205,7 @@ class AgentTree:
         await ground.start(self.changed.relay, leads.changed.wait, name="news for /events")
         ground.start_soon(self._follow, board, name="events")
         ground.start_soon(self.machine.watch, name="machine")
+        self._announce(ground, identity, [address_of(sock) for sock in sockets])
         ground.start_soon(leads.keep, name="link" if self.caller else "local mode")
         log.info("agent runs", **self._told(listen), pid=os.getpid())
         self._warn_of_models()
@@ -207,6 +217,13 @@ class AgentTree:
         while True:
             board.read()
             await self.changed.wait()
+
+    def _announce(self, ground: trio.Nursery, identity: Identity, listen: list[Address]) -> None:
+        settings = self.settings.groups
+        if settings.enabled:
+            announcer = Announcer(settings, secret(self.settings), identity, listen, changed=self.machine.look)
+            if announcer.useful:
+                ground.start_soon(announcer.run, name="announcer")
 
     # -- small steps ---------------------------------------------------------------------------------------------------
 
@@ -273,9 +290,13 @@ class AgentTree:
     def _look(self, identity: Identity) -> Seen:
         inventory, reports = self.machine.inventory, self.shards.reports()
         if self.local:
-            return Seen(identity, inventory, reports, self.local.waiting, self.local.alone.failures)
+            waiting, failures = self.local.waiting, self.local.alone.failures
+            return Seen(identity, inventory, reports, waiting, failures, registered=self._registered)
         assert self.caller is not None
-        return Seen(identity, inventory, reports, failures=self.caller.changes.failures, control=self.caller.line)
+        failures = self.caller.changes.failures
+        return Seen(
+            identity, inventory, reports, failures=failures, control=self.caller.line, registered=self._registered
+        )
 
     def _renderer(self, identity: Identity) -> Render:
         from ..agent.measures import renderer  # an agent that nobody scrapes does not carry it

@@ -19,8 +19,8 @@ from ..gateway.service import Gateway
 from ..groups.groups import NETWORKS_S, Groups
 from ..rules.groups.sources import Network, Sources
 from ..wire.interfaces import networks
+from .announcekey import secret
 from .config import Loaded
-from .startfailed import StartFailed
 
 log = structlog.get_logger("groups")
 
@@ -75,18 +75,6 @@ class AnnouncedGroups:
                     next="groups = true in the [[models]] that it may join",
                 )
         self._told = withheld
-
-
-def secret(settings: Settings) -> bytes:
-    """The key that signs announcements, b"" for none. Raises StartFailed."""
-    groups = settings.groups
-    if not groups.secret_file:
-        return groups.secret.encode()
-    try:
-        with open(groups.secret_file, "rb") as file:
-            return file.read(16384)
-    except OSError as error:  # it could be read when the configuration was loaded
-        raise StartFailed(f"groups.secret_file: {groups.secret_file} cannot be read: {error.strerror}") from None
 
 
 def client_gate(loaded: Loaded) -> Callable[[str], bool] | None:

@@ -208,13 +208,15 @@ class PeerRow:
 
 @frozen
 class View:
-    """What one daemon's `/status` says, as far as a router reads it."""
+    """What one daemon's `/status` says, as far as a router reads it. `ours`: it is an agent of this program, which
+    tells of itself alone, so that the ranks of one group are spread over several documents."""
 
     node_id: str = ""
     node_ip: str = ""
     addrs: tuple[str, ...] = ()
     peers: tuple[PeerRow, ...] = ()
     groups: Mapping[str, GroupRow] = field(factory=dict)
+    ours: bool = False
 
 
 # -- what follows from it ----------------------------------------------------------------------------------------------

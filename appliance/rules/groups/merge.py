@@ -13,13 +13,32 @@ RUNNING = "running"
 def merge(views: Mapping[str, View], sources: Sources, own: Sequence[Network]) -> dict[str, Announced]:
     """All groups by name. `views` are by the daemon's address, and hold no stale ones."""
     best: dict[str, tuple[tuple[int, int], str, GroupRow]] = {}
-    for daemon in sorted(views):  # of equals the lexically smaller address counts
-        for name, row in views[daemon].groups.items():
+    # Of equals the lexically smaller address counts.
+    for daemon, rows in [*_united(views).items(), *((each, views[each].groups) for each in sorted(views))]:
+        for name, row in rows.items():
             weight = (_running(row), sum(agent.alive for agent in row.agents))
             if name not in best or weight > best[name][0]:
                 best[name] = (weight, daemon, row)
     nodes = addresses_of_nodes(views.values())
     return {name: _announced(row, daemon, nodes, sources, own) for name, (_, daemon, row) in sorted(best.items())}
+
+
+def _united(views: Mapping[str, View]) -> dict[str, dict[str, GroupRow]]:
+    """The groups of our own agents, each as one: every agent tells of its own rank alone."""
+    parts: dict[str, list[tuple[str, GroupRow]]] = {}
+    for daemon in sorted(daemon for daemon in views if views[daemon].ours):
+        for name, row in views[daemon].groups.items():
+            parts.setdefault(name, []).append((daemon, row))
+    united: dict[str, dict[str, GroupRow]] = {}
+    for name, rows in parts.items():
+        whole = GroupRow(
+            name,
+            tuple(agent for _, row in rows for agent in row.agents),
+            tuple(state for _, row in rows for state in row.actors),
+            sum(row.gpus_total for _, row in rows),
+        )
+        united.setdefault(rows[0][0], {})[name] = whole
+    return united
 
 
 def addresses_of_nodes(views: Iterable[View]) -> dict[str, tuple[str, ...]]:

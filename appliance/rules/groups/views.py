@@ -37,6 +37,7 @@ def read_view(document: object) -> View:
             for name, row in document["groups"].items()
             if name and isinstance(row, dict) and name not in keyed
         },
+        isinstance(document.get("appliance"), dict),
     )
 
 
