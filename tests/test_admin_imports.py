@@ -63,7 +63,7 @@ router = Router(read(), read)
 trio.run(main)
 """
 API = {"quart", "quart_trio", "hypercorn", "werkzeug", "jinja2", "h11"}
-NEVER = {"httpx", "sqlite3", "cryptography", "argon2", "opentelemetry"}
+NEVER = {"httpx", "sqlite3", "cryptography", "argon2", "opentelemetry", "trio_websocket", "mcp"}
 
 
 @pytest.fixture(scope="module")

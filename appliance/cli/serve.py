@@ -7,6 +7,7 @@ ground
 |- watches               one task per endpoint
 |- control               only when a model has a profile (`plane.py`)
 |- groups                unless groups.enabled is false (`groups.py`)
+|- mcp                   tools of groups, once somebody asks for them (`toolservers.py`)
 |- metrics, admin        beside the road
 |- spans                 only with a collector; at a stop it delivers what is left
 '- door                  accept loops end first, connections get `drain_s`; its end is the end of all
@@ -32,6 +33,7 @@ from ..door.accept import Listeners
 from ..door.buffers import Buffers
 from ..door.connection import Limits
 from ..door.site import Door
+from ..facts.mcp import Source
 from ..facts.settings import Address, Settings
 from ..gateway.service import Gateway
 from ..gateway.watch import Watches
@@ -47,6 +49,7 @@ from .operations import Operations
 from .startfailed import StartFailed
 from .supervisor import Passed, Supervisor, passed_sockets
 from .takeover import Taken
+from .toolservers import ToolServers
 
 if TYPE_CHECKING:
     from ..control.plane import Plane
@@ -144,7 +147,9 @@ class Router:
         self.groups = (
             announced.AnnouncedGroups(settings, self.gateway, self._follow) if announced.wanted(settings) else None
         )
-        self.door.groups = lambda: announced.status(self.groups)
+        self.tools = ToolServers(settings.groups, self._tool_servers, self.door.status)
+        self.door.tools = self.tools.answer
+        self.door.groups = lambda: self.tools.shown(announced.status(self.groups))
         self.door.permits = announced.client_gate(loaded)
         self.stop = trio.Event()
         self._stopping = False
@@ -173,6 +178,7 @@ class Router:
                 self.watches = Watches(self.gateway, self.sleepers, ground)
                 self._follow()
                 await ground.start(self._handle_signals, ground.cancel_scope, name="signals")
+                await ground.start(self.tools.run, name="mcp")
                 if self.groups is not None:
                     await ground.start(self.groups.run, name="groups")
                 try:
@@ -240,7 +246,7 @@ class Router:
                 if number == signal.SIGHUP:
                     self.reload()
                 elif self._stopping:
-                    log.warning("stopping now, running requests are cut", requests=len(self.gateway.books.live))
+                    log.warning("stopping now, running requests are cut", requests=self.requests)
                     ground.cancel()
                 else:
                     self.begin_stop()
@@ -269,6 +275,11 @@ class Router:
         """Whether nobody outside this machine reaches the door."""
         return all(map(is_loopback, self._listening))
 
+    @property
+    def requests(self) -> int:
+        """Those that a stop waits for: to models, and to tools."""
+        return len(self.gateway.books.live) + self.tools.running
+
     def begin_stop(self) -> None:
         """No new connections; running requests get `drain_s`, also those that had no bound since a takeover."""
         self._stopping = True
@@ -276,7 +287,7 @@ class Router:
         self._supervisor.stopping()
         self.stop.set()
         self.listeners.finish_within(self._drain_s())
-        log.info("stopping", requests=len(self.gateway.books.live), drain_s=self._drain_s())
+        log.info("stopping", requests=self.requests, drain_s=self._drain_s())
 
     @property
     def successor_refused(self) -> str:
@@ -336,6 +347,9 @@ class Router:
 
     def _follow(self) -> None:
         self.watches.follow()
+
+    def _tool_servers(self) -> tuple[Source, ...]:
+        return self.groups.groups.tool_servers() if self.groups is not None else ()
 
     def _without_plane(self) -> tuple[str, ...]:
         """Profiles in the file that a router which began without one does not place."""

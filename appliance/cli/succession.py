@@ -35,7 +35,7 @@ async def give_way(router: Router) -> dict[str, Any]:
     router.listeners.shared = router.door.taken_over = router.door.draining = True
     router.operations.give_up()
     router.stop.set()
-    running = len(router.gateway.books.live)
+    running = router.requests
     log.info("another process has taken over, running requests are finished here", requests=running)
     if router.groups is not None:
         router.groups.end()

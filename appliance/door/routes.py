@@ -25,6 +25,7 @@ class Kind(enum.Enum):
     READY = "ready"
     STATUS = "status"
     OPTIONS = "options"
+    MCP = "mcp"  # tools of all groups; which methods it takes is its own to say
 
 
 @attrs.frozen
@@ -72,6 +73,7 @@ _GETS: dict[bytes, Found] = {
     b"/": Found(Kind.STATUS, OTHER),
 }
 _FORWARD_OTHER = Found(Kind.FORWARD, OTHER)
+_MCP = Found(Kind.MCP, OTHER)
 
 ENGINE_MANAGEMENT: dict[str, frozenset[bytes]] = {
     "vllm": frozenset(
@@ -200,6 +202,8 @@ def forwarded_target(head: RequestHead) -> bytes:
 
 def _on_path(path: bytes, method: bytes) -> tuple[Found | None, tuple[str, ...]]:
     """What `method` means on `path`, and which methods the path takes at all."""
+    if path == b"/mcp":
+        return _MCP, ("POST", "DELETE")
     if path in _GETS:
         return (_GETS[path] if method in (b"GET", b"HEAD") else None), ("GET", "HEAD")
     if path.startswith(_MODEL_PREFIX) and len(path) > len(_MODEL_PREFIX):

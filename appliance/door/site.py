@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,12 +14,14 @@ import trio
 from .. import __version__
 from ..facts.call import Ask, Call, Caller
 from ..facts.errors import Refusal
+from ..facts.mcp import MAX_BODY_BYTES
 from ..gateway.identity import BAND_FIELD, band_of, caller_of
 from ..gateway.service import Gateway
 from ..rules.groups.published import PREFIX as GROUP
 from ..wire import multipart
 from ..wire.head import RequestHead
 from . import body as bodies
+from .aside import Aside, aside
 from .buffers import Buffers
 from .proxies import Proxies
 from .reply import HttpReply
@@ -27,6 +29,9 @@ from .routes import OF_GROUPS, Found, Kind, find, find_of_groups, forwarded_targ
 
 log = structlog.get_logger("access")
 _NO_ASK = Ask()
+
+Tools = Callable[[str, Sequence[tuple[str, str]], bytes, Aside], Awaitable[None]]
+"""Who answers at /mcp: gets the method, the header fields and the body. Raises Refusal while nothing was sent."""
 
 
 class Door:
@@ -44,6 +49,7 @@ class Door:
         """Of each model that is placed on nodes: how many replicas are in which state."""
         self.groups: Callable[[], Mapping[str, Any]] = dict
         """Daemons, announced groups and their models, for the status document; empty where none are looked for."""
+        self.tools: Tools | None = None
         self.permits: Callable[[str], bool] | None = None
         """Whether a client of this address may ask at all; None: everybody may."""
         self._buffers = buffers
@@ -81,6 +87,9 @@ class Door:
         reply.anthropic = found.route.anthropic
         if BAND_FIELD in head.by_name and found.kind is Kind.FORWARD:
             band_of(head.by_name, self.gateway.admission)
+        if found.kind is Kind.MCP and head.length > MAX_BODY_BYTES:
+            why = f"the request body is larger than {MAX_BODY_BYTES} bytes"
+            raise Refusal(413, "body_too_large", why, should_retry=False)  # before any of it is read
         return found
 
     def answer(self, plan: object, head: RequestHead, body: bytes, reply: HttpReply) -> Awaitable[None]:
@@ -109,15 +118,18 @@ class Door:
             case Kind.MODEL:
                 await reply.whole(200, msgspec.json.encode(self._model(plan.id)))
             case Kind.HEALTH | Kind.STATUS:
-                await reply.whole(
-                    200,
-                    msgspec.json.encode(status_document(self.gateway, self.draining, self.replicas(), self.groups())),
-                    fields=[(b"cache-control", b"no-store")],
-                )
+                document = self.status()
+                await reply.whole(200, msgspec.json.encode(document), fields=[(b"cache-control", b"no-store")])
             case Kind.READY:
                 await self._ready(reply)
             case Kind.OPTIONS:
                 await self._options(plan, head, reply)
+            case Kind.MCP:
+                await self._mcp(head, body, reply)
+
+    def status(self) -> dict[str, Any]:
+        """What `/status.json` shows."""
+        return status_document(self.gateway, self.draining, self.replicas(), self.groups())
 
     def record(self, head: RequestHead | None, reply: HttpReply, peer: str, started: float) -> None:
         if not self._access_log:
@@ -198,6 +210,14 @@ class Door:
             stream, Caller(band=gateway.admission.default_band), time.monotonic(),
         )  # fmt: skip
         await gateway.serve(call, reply, only=member.id)
+
+    async def _mcp(self, head: RequestHead, body: bytes, reply: HttpReply) -> None:
+        tools = self.tools
+        if tools is None:
+            raise Refusal(404, "not_found", "/mcp: there is no such path", should_retry=False)
+        method = head.method.decode()
+        fields = [(name.decode("latin-1"), text.decode("latin-1")) for name, text in head.fields]
+        await aside(reply, lambda out: tools(method, fields, body, out))
 
     def _has_groups(self) -> bool:
         return any(member.endpoint.announced for member in self.gateway.table.members.values())

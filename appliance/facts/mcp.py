@@ -8,6 +8,9 @@ NAMINGS = ("prefix", "flat")
 """How tools of many groups share one list: `<group>__<tool>`, or each name once with an argument `__group`."""
 
 
+MAX_BODY_BYTES = 16 << 20
+
+
 @attrs.frozen
 class Source:
     """One group's tool server.
@@ -36,5 +39,5 @@ class McpSettings:
     call_timeout_s: float = 180.0
     list_timeout_s: float = 10.0
     ping_s: float = 15.0
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = MAX_BODY_BYTES
     origins: tuple[str, ...] = ()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import trio
-from trio_websocket import ConnectionClosed, ConnectionTimeout, HandshakeError, open_websocket
 
 from ..facts.groups import View
 from ..rules.groups.daemons import Daemon
@@ -76,6 +75,9 @@ class Watch:
 
     async def _listen(self, address: str) -> NoReturn:
         """Hold the events open. When they end the daemon may have too, so that is news as well."""
+        # Here and not above: it brings h11 and wsproto along, for which a router without daemons has no use.
+        from trio_websocket import ConnectionClosed, ConnectionTimeout, HandshakeError, open_websocket
+
         host, port = host_of(address), int(address.rpartition(":")[2])
         while True:
             try:
