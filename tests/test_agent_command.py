@@ -138,7 +138,7 @@ async def test_what_cannot_run_here_says_why_and_the_rest_runs(tmp_path: Path) -
         whole = await agent.status()
         waiting = {name: each["reason"] for name, each in whole["appliance"]["waiting"].items()}
         assert waiting["b.2"] == (
-            "p: it needs 2 GPUs of one class, and 0 of 3 are free (GPU 0 has a.1; GPU 1 has b.1; GPU 2 has b.1)"
+            "p: it needs 2 GPUs of one class, and 0 of 3 are free (GPU 0 has a.1; GPUs 1-2 have b.1)"
         )
         assert waiting["two.1"] == "p: it needs 2 nodes, and this agent runs replicas on one node only"
         assert f"source {missing} is not on this node" in waiting["gone.1"]

@@ -12,6 +12,7 @@ from appliance.facts.control import ControlSettings
 from appliance.facts.link import Start, Stop
 from appliance.facts.report import Report
 from appliance.rules.fleet.backoff import STEADY_S
+from appliance.rules.fleet.reconcile import EXPLAIN_S
 from tests.fleet_scene import Scene, inventory, model
 
 WIDE = model("wide", nodes=2, gpus_per_node=4, tensor_parallel=4, pipeline_parallel=2)
@@ -350,6 +351,20 @@ def test_nothing_goes_for_a_profile_that_fits_nowhere() -> None:
     scene.run(100)
     assert scene.ready("llama") == before
     assert "needs 3 GPUs" in str(scene.told("no_place")[0].fields["reason"])
+    assert len(scene.told("no_place")) == 1
+
+
+def test_the_reason_for_no_place_is_of_now_and_told_once() -> None:
+    scene = Scene([inventory("a", gpus=2), inventory("b", gpus=2)], [model(gpus_per_node=3)])
+    scene.connect()
+    scene.run(30)
+    assert "cordoned" not in scene.fleet.troubles(scene.now)["llama"]
+    scene.world.cordon("a")
+    scene.run(2)
+    assert "a: it is cordoned" in scene.fleet.troubles(scene.now)["llama"]
+    scene.world.cordon("b")
+    scene.run(EXPLAIN_S + 1)
+    assert "b: it is cordoned" in scene.fleet.troubles(scene.now)["llama"]
     assert len(scene.told("no_place")) == 1
 
 

@@ -108,7 +108,7 @@ def test_classes_are_never_mixed_and_the_scarcer_one_that_does_is_taken() -> Non
             on_gpus(2),
             with_gpus(gpu(0), gpu(1, hindrances=BAD), gpu(2)),
             "it needs 2 GPUs of one class, and 1 of 3 are free"
-            " (GPU 1: ecc: 2 uncorrected memory errors; GPU 2 has a.1)",
+            " (GPU 2 has a.1; GPU 1: ecc: 2 uncorrected memory errors)",
         ),
         (
             Profile("two", "vllm", nodes=2, tensor_parallel=2),

@@ -286,8 +286,8 @@ def test_every_node_and_fabric_of_a_model_that_cannot_run_has_a_line() -> None:
     assert lines(rooms, wide) == [
         "fabric ib-1: it needs 2 nodes with 8 free GPUs of class h100-80g, and has 1 (node-c)",
         "fabric ib-2: it needs 2 nodes with 8 free GPUs of class h100-80g, and has 1 (node-b)",
-        "node-a: it needs 8 GPUs of class h100-80g, and 3 of 8 are free (GPU 0 has llama.x7k2q; GPU 1 has llama.x7k2q;"
-        " GPU 2 has qwen.aaaaa; GPU 3 has qwen.aaaaa; GPU 5: ecc: 3 uncorrected errors)",
+        "node-a: it needs 8 GPUs of class h100-80g, and 3 of 8 are free (GPUs 0-1 have llama.x7k2q;"
+        " GPUs 2-3 have qwen.aaaaa; GPU 5: ecc: 3 uncorrected errors)",
         "node-b: it has room for a part, and too few other nodes of fabric ib-2 have it too",
         "node-c: it has room for a part, and too few other nodes of fabric ib-1 have it too",
         "node-d: it is on no named fabric, so it takes only replicas on one node",

@@ -41,6 +41,10 @@ STALL_S = 5.0
 LOOK_S = 1.0
 """How often a model is looked at whose number may follow from its load."""
 
+EXPLAIN_S = 5.0
+"""How old the reason may be for which a model has no place, when a pass finds none again: it costs a look at all
+nodes."""
+
 ROUNDS = 4
 """A pass whose decisions make others possible is followed by another one at once, up to so many."""
 
@@ -64,6 +68,7 @@ class Fleet:
         self.scalers: dict[str, Scaler] = {}
         self.overrides: dict[str, int] = {}
         self.unplaced: dict[str, str] = {}
+        self._explained: dict[str, float] = {}
         self.teams: dict[str, Team] = {}
         self._plan = Plan()
         self._seen = -1
@@ -347,11 +352,14 @@ class Fleet:
         before = self.unplaced.get(model.name)
         if any(placed.stage != "running" for placed in self.world.replicas.values()):
             self.unplaced[model.name] = before or ""
-        elif not before:
+        elif not before or now >= self._explained[model.name] + EXPLAIN_S:
             reason = telling.summary(self._plan.rooms.explain(model, avoid=self.history.shunned(model.name)))
-            self.unplaced[model.name] = reason
-            wanted = self.wanted(model.name)
-            self.world.tell("warning", "no_place", model=model.name, wanted=wanted, reason=reason)
+            self.unplaced[model.name], self._explained[model.name] = reason, now
+            if not before:
+                wanted = self.wanted(model.name)
+                self.world.tell("warning", "no_place", model=model.name, wanted=wanted, reason=reason)
+        elif now > self._explained[model.name]:  # not in the very pass that found the reason
+            self._due = min(self._due, self._explained[model.name] + EXPLAIN_S)
 
     def _fits_without(self, model: Model, placed: Placed) -> bool:
         """Whether one more would have a place if `placed` were gone."""

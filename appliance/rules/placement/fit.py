@@ -6,7 +6,7 @@ free for the other too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from appliance.facts.catalog import Profile
 from appliance.facts.hardware import GIB, Gpu, Inventory
@@ -89,18 +89,39 @@ def why_no_gpus(profile: Profile, inventory: Inventory, taken: Mapping[str, str]
         here = ", ".join(sorted({gpu.gpu_class or "of unknown class" for gpu in inventory.gpus}))
         return f"it needs {wanted}, and the GPUs here are {here}{unseen}"
     free = max(map(len, free_gpus(fitting, taken).values()), default=0)
-    details = [text for gpu in fitting if (text := why_not_free(gpu, taken))]
+    details = [*_held(fitting, taken), *(text for gpu in fitting if (text := _trouble(gpu, taken)))]
     told = f" ({'; '.join(details)})" if details else ""
     return f"it needs {wanted}, and {free} of {len(fitting)} are free{unseen}{told}"
 
 
-def why_not_free(gpu: Gpu, taken: Mapping[str, str]) -> str:
-    """Who has it or what is wrong with it, "" when it may be had."""
-    if gpu.uuid in taken:
-        return f"GPU {gpu.index} has {taken[gpu.uuid]}"
+def _held(gpus: Iterable[Gpu], taken: Mapping[str, str]) -> Iterator[str]:
+    """Who has which: `GPUs 0-3, 6 have llama.x7k2q`."""
+    places: dict[str, list[int]] = {}
+    for gpu in gpus:
+        if gpu.uuid in taken:
+            places.setdefault(taken[gpu.uuid], []).append(gpu.index)
+    for holder, numbers in places.items():
+        yield f"GPU {numbers[0]} has {holder}" if len(numbers) == 1 else f"GPUs {_ranges(numbers)} have {holder}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 6`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _trouble(gpu: Gpu, taken: Mapping[str, str]) -> str:
+    """What is wrong with a GPU that nobody has, "" when it may be had."""
+    if gpu.uuid in taken or is_free(gpu, taken):
+        return ""
     for each in gpu.hindrances:
         return f"GPU {gpu.index}: {each.code}: {each.message}"
-    return "" if is_free(gpu, taken) else f"GPU {gpu.index}: memory: how much memory it has is unknown"
+    return f"GPU {gpu.index}: memory: how much memory it has is unknown"
 
 
 def why_no_disk(profile: Profile, inventory: Inventory) -> str:
