@@ -11,14 +11,12 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import attrs
 import httpx
 import pytest
 import trio
@@ -26,13 +24,11 @@ import trio
 from appliance.facts.mcp import McpSettings, Source
 from appliance.mcp.merge import Merge, open_merge
 from tests.toolservers.listener import served
+from tests.toolservers.programs import HERE, START_S, Running, first_line, program, python_server
 
-HERE = Path(__file__).parent / "toolservers"
 KEY = "Bearer of-this-server"
 STATUS = {"groups": {"a": {"healthy": False, "why_not": "not probed yet"}}, "models": {}}
 NAME = {"name": "appliance", "version": "1"}
-START_S = 30.0
-"""For a program that imports for seconds on a busy machine."""
 
 
 def python_2() -> str:
@@ -53,23 +49,6 @@ def node() -> str:
     if found is None or not os.environ.get("TEST_MCP_SDK"):
         pytest.skip("no Node with @modelcontextprotocol/sdk: `make test-mcp` installs it where npm is there")
     return found
-
-
-@attrs.frozen
-class Running:
-    url: str
-    process: subprocess.Popen[bytes]
-
-    async def seen(self) -> list[dict[str, Any]]:
-        async with httpx.AsyncClient() as client:
-            return (await client.get(self.url + "/seen")).json()
-
-    async def ran(self, tool: str) -> int:
-        return sum(row.get("ran") == tool for row in await self.seen())
-
-
-def python_server(python: str, name: str, *flags: str) -> tuple[str, ...]:
-    return python, str(HERE / "python_server.py"), "--name", name, *flags
 
 
 SERVERS: Mapping[str, Callable[[], tuple[str, ...]]] = {
@@ -137,25 +116,8 @@ def servers() -> Iterator[dict[str, Running]]:
     if not commands:
         pytest.skip("no official package is installed")
     with ExitStack() as stack:
-        processes = {name: stack.enter_context(_popen(command)) for name, command in commands.items()}
-        yield {name: Running(_first_line(process), process) for name, process in processes.items()}
-
-
-@contextmanager
-def _popen(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "MCP_SDK": os.environ.get("TEST_MCP_SDK", "")}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _first_line(process: subprocess.Popen[bytes]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline().decode().strip()
-    assert line, f"{process.args} ended without a word"
-    return line
+        processes = {name: stack.enter_context(program(command)) for name, command in commands.items()}
+        yield {name: Running(first_line(process), process) for name, process in processes.items()}
 
 
 def merge_of(sources: Sequence[Source], settings: McpSettings | None = None) -> Any:
@@ -238,8 +200,8 @@ async def test_a_client_that_gives_up_ends_its_call_at_the_server(kind: str, ser
 @pytest.mark.parametrize("kind", ["py2", "py2-old", "py1", "node"])
 async def test_a_server_that_was_restarted(kind: str) -> None:
     command = SERVERS[kind]()
-    with _popen(command) as process:
-        first = Running(_first_line(process), process)
+    with program(command) as process:
+        first = Running(first_line(process), process)
         port = first.url.rpartition(":")[2]
         source = Source(kind, first.url + "/mcp", (("authorization", KEY),))
         async with merge_of([source], McpSettings(tools_ttl_s=0, list_timeout_s=20)) as merge:
@@ -248,8 +210,8 @@ async def test_a_server_that_was_restarted(kind: str) -> None:
             first.process.kill()
             first.process.wait()
             at_port = ("--port", port) if command[1].endswith(".py") else (port,)
-            with _popen((*command, *at_port)) as process:
-                second = Running(_first_line(process), process)
+            with program((*command, *at_port)) as process:
+                second = Running(first_line(process), process)
                 told = await result(merge, f"{kind}__add")
                 ran = await second.ran("add")
                 # whatever it said, it is true, and nothing ran twice
