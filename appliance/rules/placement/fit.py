@@ -89,7 +89,7 @@ def why_no_gpus(profile: Profile, inventory: Inventory, taken: Mapping[str, str]
         here = ", ".join(sorted({gpu.gpu_class or "of unknown class" for gpu in inventory.gpus}))
         return f"it needs {wanted}, and the GPUs here are {here}{unseen}"
     free = max(map(len, free_gpus(fitting, taken).values()), default=0)
-    details = [*_held(fitting, taken), *(text for gpu in fitting if (text := _trouble(gpu, taken)))]
+    details = [*_held(fitting, taken), *_ill(fitting, taken)]
     told = f" ({'; '.join(details)})" if details else ""
     return f"it needs {wanted}, and {free} of {len(fitting)} are free{unseen}{told}"
 
@@ -115,9 +115,16 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _trouble(gpu: Gpu, taken: Mapping[str, str]) -> str:
-    """What is wrong with a GPU that nobody has, "" when it may be had."""
-    if gpu.uuid in taken or is_free(gpu, taken):
+def _ill(gpus: Iterable[Gpu], taken: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with those that nobody has."""
+    return (text for gpu in gpus if gpu.uuid not in taken and (text := why_not_free(gpu, taken)))
+
+
+def why_not_free(gpu: Gpu, taken: Mapping[str, str]) -> str:
+    """Who has it or what is wrong with it, "" when it may be had."""
+    if gpu.uuid in taken:
+        return f"GPU {gpu.index} has {taken[gpu.uuid]}"
+    if is_free(gpu, taken):
         return ""
     for each in gpu.hindrances:
         return f"GPU {gpu.index}: {each.code}: {each.message}"
