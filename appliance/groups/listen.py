@@ -1,8 +1,8 @@
 """The ear for announcements: one UDP socket, shared with a daemon on the same machine.
 
-Whoever sends ten thousand datagrams a second may cost this process no more than a few percent of a core: after each
-batch it sleeps, and the kernel throws away what does not fit into its buffer meanwhile. Announcements are repeated
-every few seconds, so a lost one is made good.
+Whoever sends ten thousand datagrams a second costs this process 5 to 10 % of a core and no memory (measured on one core
+of a 2-core machine): after each batch, however small, it sleeps, and the kernel throws away what does not fit into its
+buffer. Announcements are repeated every few seconds, so a lost one is made good.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..wire.datagram import MOST_BYTES, READ_BYTES
 BATCH = 64
 """Datagrams that are read in one go."""
 REST_S = 0.02
-"""The sleep after a whole batch: at most 3,200 datagrams a second are looked at."""
+"""The sleep after each batch: at most 3,200 datagrams a second are looked at, and the task wakes 50 times a second."""
 
 log = structlog.get_logger("groups")
 
@@ -54,9 +54,9 @@ class Listener:
     async def _listen(self, sock: socket.socket) -> NoReturn:
         while True:
             await trio.lowlevel.wait_readable(sock)
-            if self.take(sock) == BATCH:
-                self.rests += 1
-                await trio.sleep(REST_S)
+            self.take(sock)
+            self.rests += 1
+            await trio.sleep(REST_S)
 
     def take(self, sock: socket.socket) -> int:
         """Read what is there, one batch at most; how many datagrams that was."""
