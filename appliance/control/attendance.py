@@ -19,6 +19,7 @@ from appliance.control.logs import Logs
 from appliance.control.session import Rhythm, Session
 from appliance.control.told import Told
 from appliance.facts.link import PROTOCOL, Refused, Register, Renewed, Welcome
+from appliance.rules.fleet.sense import nonsense
 from appliance.rules.fleet.world import World
 from appliance.store.failed import StoreFailed
 from appliance.store.rows import Certificate
@@ -113,6 +114,8 @@ class Attendance:
         # From here to the end without a checkpoint: two agents of one name are judged one after the other.
         if refused is None and register is not None:
             refused = judge(register, claim, known, self.revoked, self._wall())
+            if refused is None and (why := nonsense(register, {})):
+                refused = Refused("malformed", f"{_says(claim)}, agent claims {register.node}; it registers that {why}")
             holder = self.sessions.get(register.node)
             if refused is None and holder is not None:
                 if holder.boot_id != register.boot_id:

@@ -20,6 +20,7 @@ from appliance.control.claims import Claim
 from appliance.control.logs import Logs
 from appliance.control.outbox import Outbox
 from appliance.facts import link as facts
+from appliance.rules.fleet.sense import nonsense
 from appliance.rules.fleet.world import World
 from appliance.wire.link import CLOSE_S, Link, LinkClosed, Malformed, UnknownMessage, Unsendable
 
@@ -160,9 +161,16 @@ class Session:
             changes = self._world.changes
             self._world.heard(self.name, self._now())
             if message is not None:
+                if why := self._nonsense(message):
+                    reason = f"{self.name} has sent a {type(message).__name__} by which {why}"
+                    return self.end(reason, facts.Refused("malformed", reason))
                 self._hear(message, nursery)
             if self._world.changes != changes:
                 self._wake()
+
+    def _nonsense(self, message: facts.Message) -> str:
+        node = self._world.nodes.get(self.name)
+        return nonsense(message, node.reports if node is not None else {})
 
     def _hear(self, message: facts.Message, nursery: trio.Nursery) -> None:
         world, now = self._world, self._now()
