@@ -261,3 +261,11 @@ def test_a_pass_is_due_when_a_model_may_change_by_mere_time() -> None:
     scene.configure(model(least=1))
     scene.run(10)
     assert scene.again_at > scene.now + 10.0
+
+
+def test_who_asked_while_the_control_plane_settled_is_heard_when_it_has() -> None:
+    scene = Scene([inventory("a")], [model(least=0, most=1)])
+    scene.connect("a")
+    scene.demand["llama"] = Demand(waiting=1, asked_at=scene.now)
+    assert scene.tick(scene.fleet.settings.settle_s - 1) == 0
+    assert scene.tick() == 1

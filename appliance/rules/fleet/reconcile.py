@@ -183,9 +183,9 @@ class Fleet:
             team = self.teams.get(name) or Team()
             before = self.scalers.get(name)
             if before is None:
-                self.scalers[name] = begin(model.scaling, team.alive, now)
+                # Followed at once: who asked while we settled waits already, and may be the last to wake us.
+                before = begin(model.scaling, team.alive, now)
                 changed = True
-                continue
             asked = demand.get(name, NO_DEMAND)
             after = follow(before, model.scaling, asked, len(team.serving), team.alive, now)
             self.scalers[name] = after
