@@ -50,9 +50,9 @@ def nodes_line(fleet: dict[str, Any]) -> str:
     told = [states_line(fleet["nodes"])]
     told += [f"{word}: {', '.join(fleet[word])}" for word in ("cordoned", "draining") if fleet[word]]
     if fleet["settling_s"] is not None:
-        told.append(
-            f"nothing is started or stopped yet, for {whole_seconds(fleet['settling_s'])} or until all have called"
-        )
+        rest = whole_seconds(fleet["settling_s"])
+        until = f"for {rest}, so that all can call" if fleet["settling_s"] > 0 else "until they have called or are lost"
+        told.append(f"nothing is started or stopped yet, {until}")
     return "; ".join(told)
 
 
