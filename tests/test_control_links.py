@@ -240,7 +240,7 @@ async def test_strangers_have_little_room_and_nodes_come_in_beside_them(
     monkeypatch.setattr(links, "MOST_STRANGERS_EACH", 3)
     async with with_a_node(tmp_path) as (it, link):
         waiting = [await it.tcp() for _ in range(3)]
-        await wait_until(lambda: it.door.strangers.total() == 3)
+        await wait_until(lambda: len(it.door.strangers) == 3)
         for _ in range(2):
             turned_away = await it.tcp()
             with trio.move_on_after(5) as bound:
@@ -255,6 +255,26 @@ async def test_strangers_have_little_room_and_nodes_come_in_beside_them(
         async with it.called(await it.certified("node-b")) as other:
             await other.send(register("node-b"))
             assert isinstance(await other.receive(), Welcome)
+
+
+async def test_silent_strangers_make_way_for_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MOST_STRANGERS_EACH", 3)
+    monkeypatch.setattr(links, "SLOW_S", 0.0)
+    async with with_a_node(tmp_path) as (it, link):
+        waiting = []
+        for number in range(1, 4):
+            waiting.append(await it.tcp())
+            await wait_until(lambda number=number: len(it.door.strangers) == number)
+        async with it.called(await it.certified("node-b")) as other:
+            await other.send(register("node-b"))
+            assert isinstance(await other.receive(), Welcome)
+        with trio.fail_after(5), suppress(trio.BrokenResourceError):
+            assert await waiting[0].receive_some(10) == b""
+        assert len(it.door.strangers) == 2 and not it.logged("fault of a connection")
+        await serves(it, link)
+        for stream in waiting:
+            await stream.aclose()
+        await wait_until(lambda: not it.door.strangers)
 
 
 async def test_bad_bytes_on_a_nodes_link_end_that_link_alone(tmp_path: Path) -> None:
@@ -272,7 +292,7 @@ async def test_bad_bytes_on_a_nodes_link_end_that_link_alone(tmp_path: Path) -> 
 async def test_a_handshake_that_is_cancelled_leaves_no_count_behind(tmp_path: Path) -> None:
     async with cluster(tmp_path) as it:
         streams = [await it.tcp() for _ in range(5)]
-        await wait_until(lambda: it.door.strangers.total() == 5)
+        await wait_until(lambda: len(it.door.strangers) == 5)
     for stream in streams:  # the scene's end has asserted that nothing is left
         await stream.aclose()
     assert LINK_PATH == "/link"

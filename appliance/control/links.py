@@ -17,8 +17,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, cast
 
 import msgspec
@@ -28,6 +27,7 @@ import trio
 from appliance.control.claims import Claim
 from appliance.control.joining import BODY_BYTES, Answer, Joining
 from appliance.control.plane import Plane
+from appliance.control.strangers import Strangers
 from appliance.control.told import Told
 from appliance.wire.handshake import holder
 from appliance.wire.head import BadHead, RequestHead, check_beginning, end_of_head, read_request
@@ -45,6 +45,9 @@ MOST_STRANGERS_EACH = 64
 """Connections of nodes; of those that have not proven to be one; and of these from one address. A hundred nodes behind
 one address that call at the same moment come in at the second try."""
 
+SLOW_S = 2.0
+"""How old a stranger's connection must be to make way for another: a handshake takes a tenth of a second."""
+
 STRANGER_BYTES = 1 << 20
 """Most of a message from an agent without a certificate: it is read to name the claim in the refusal."""
 
@@ -58,7 +61,7 @@ class LinkDoor:
 
     def __init__(self, plane: Plane, joining: Joining, context: Callable[[], ssl.SSLContext]) -> None:
         self.links = 0
-        self.strangers: Counter[str] = Counter()
+        self.strangers = Strangers(MOST_STRANGERS, MOST_STRANGERS_EACH, SLOW_S)
         self._plane = plane
         self._joining = joining
         self._context = context
@@ -81,8 +84,12 @@ class LinkDoor:
             return
         peer = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         try:
-            with self._as_stranger(address) as room:
-                link, claim = await self._greet(tcp, address, peer) if room else (None, None)
+            link, claim = None, None
+            with self.strangers.room(address) as room:
+                if room:
+                    link, claim = await self._greet(tcp, address, peer)
+                else:
+                    self._tell(address, "it has too many connections open that are no node's", "connection refused")
             if link is not None and claim is not None:
                 await self._attend(link, claim)
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
@@ -91,21 +98,6 @@ class LinkDoor:
             log.error("fault of a connection", peer=peer, exc_info=error)
         finally:
             await trio.aclose_forcefully(tcp)
-
-    @contextlib.contextmanager
-    def _as_stranger(self, address: str) -> Iterator[bool]:
-        """A place among those who have not proven anything; whether there was one."""
-        if self.strangers[address] >= MOST_STRANGERS_EACH or self.strangers.total() >= MOST_STRANGERS:
-            self._tell(address, "it has too many connections open that are no node's", "connection refused")
-            yield False
-            return
-        self.strangers[address] += 1
-        try:
-            yield True
-        finally:
-            self.strangers[address] -= 1
-            if not self.strangers[address]:
-                del self.strangers[address]
 
     async def _attend(self, link: SocketLink, claim: Claim) -> None:
         if self.links >= MOST_LINKS:
