@@ -23,7 +23,8 @@ import httpx
 import pytest
 
 from appliance.agent import procfs
-from appliance.agent.records import Process, Record, StateInUse, Store, describes
+from appliance.agent.ownership import StateInUse
+from appliance.agent.records import Process, Record, Store, describes
 from appliance.facts.catalog import Profile
 from appliance.facts.replica import Shard
 from tests.engines.tiny_gguf import TinyModels, words

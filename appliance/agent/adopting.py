@@ -41,9 +41,21 @@ class Sorted:
 
 
 def sort_out(store: Store) -> Sorted:
-    """Adopt or kill. Blocks; takes up to GONE_S seconds for those that do not die."""
+    """Adopt or kill. Blocks; takes up to GONE_S seconds for those that do not die. Raises OSError when processes cannot
+    be looked at: an agent that cannot see what runs must not judge it."""
     records, troubles = store.read_all()
-    found = [_find(record, store) for record in records]
+    found: list[Found] = []
+    try:
+        for record in records:
+            found.append(_find(record, store))
+        return _sort_out(store, found, troubles)
+    except BaseException:
+        for handle in (handle for each in found for handle in each.handles):
+            handle.close()
+        raise
+
+
+def _sort_out(store: Store, found: list[Found], troubles: list[str]) -> Sorted:
     kept = {each.record.marker for each in found if each.handles}
     killed: list[int] = []
     until = time.monotonic() + GONE_S

@@ -101,8 +101,9 @@ class Handle:
         return [seen for seen in found if self._known.get(seen.pid) == seen.started]
 
     def send(self, number: signal.Signals, target: str) -> None:
-        """Send a signal to the process (`leader`) or to its whole `group`. Nothing happens to one that is gone."""
-        with contextlib.suppress(ProcessLookupError):
+        """Send a signal to the process (`leader`) or to its whole `group`. Nothing happens to one that is gone, or that
+        has become another user's (a wrapper that changes it); such a one is told of as not gone."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if target == "leader":
                 if not self.ended:
                     signal.pidfd_send_signal(self.pidfd, number)
@@ -146,7 +147,7 @@ def launch(
     argv = [*prefix, *command.argv]
     output = os.open(record.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # Whatever is inherited by accident would be held open for months: all descriptors but these are closed.
+        _leave_nothing_open()
         popen = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -155,6 +156,7 @@ def launch(
             env={**KEEP_ENVIRONMENT, **command.env},
             cwd=folder,
             start_new_session=True,
+            close_fds=False,
         )
     finally:
         os.close(output)
@@ -182,16 +184,37 @@ def launch(
     return Handle(process, record.marker, pidfd, popen), record
 
 
+def _leave_nothing_open() -> None:
+    """Have everything closed by the kernel in the moment in which a child becomes another program.
+
+    What is inherited by accident would be held open for months. Closed by the child itself it would be gone before that
+    moment, which a slow disk may put off: and the lock of the state directory must be held until then, since a child of
+    an agent that was killed is known by nothing else. The price: what another thread opens right now, without that
+    mark, stays open.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(int(name), False)
+
+
 def adopt(process: Process, record: Record, boot: str) -> Handle:
-    """The process of a record, if that is what has its pid now; otherwise a handle of one that has ended."""
+    """The process of a record, if that is what has its pid now; otherwise a handle of one that has ended. Raises
+    OSError where it cannot be looked at."""
     if process.pid:
-        with contextlib.suppress(OSError):
-            # First opened, then looked at: what is looked at is what will be watched and hit.
+        # First opened, then looked at: what is looked at is what will be watched and hit.
+        pidfd = -1
+        with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(process.pid)
-            if describes(process, record, boot):
+        try:
+            if pidfd >= 0 and describes(process, record, boot):
                 handle = Handle(process, record.marker, pidfd)
                 handle.remember_group()
                 return handle
+        except BaseException:
+            os.close(pidfd)
+            raise
+        if pidfd >= 0:
             os.close(pidfd)
     return Handle(process if record.boot == boot else attrs.evolve(process, pid=0), record.marker, -1)
 
@@ -232,7 +255,12 @@ async def _kill_until_gone(
     with trio.move_on_after(GONE_S):
         nothing = 0
         while nothing < 2:
-            found = await trio.to_thread.run_sync(find)
+            try:
+                found = await trio.to_thread.run_sync(find)
+            except OSError:
+                # No descriptors to look with: that may pass. To see nothing is not to see that nothing is left.
+                await trio.sleep(_LOOK_S)
+                continue
             nothing = 0 if found else nothing + 1
             if found:
                 kill(found)

@@ -7,11 +7,13 @@ and which nobody else can have by chance (it holds two random words).
 
 Everything here looks at `/proc` once and may be out of date when it returns. Whoever sends a signal opens a pidfd
 first and looks afterwards: then what was looked at is what is hit.
+
+A process that cannot be looked at (there are no descriptors left, or no memory) is not gone: everything here raises
+OSError then, because an engine that is taken for gone is ended, or left to itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ import attrs
 from appliance.rules.engines.engine import MARKER
 
 _ENVIRON_BYTES = 1 << 20
+_GONE = (FileNotFoundError, ProcessLookupError)
 
 
 @attrs.frozen
@@ -45,7 +48,7 @@ def see(pid: int) -> Seen | None:
     """The process now, None when there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    except _GONE:
         return None
     # The name stands in parentheses and may hold anything, closing ones too.
     words = text[text.rindex(b")") + 2 :].split()
@@ -63,7 +66,7 @@ def command_line(pid: int) -> tuple[str, ...]:
     """Its command line now; empty for one that is gone, has ended, or is none of ours to look at."""
     try:
         text = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+    except (*_GONE, PermissionError):
         return ()
     words = text.split(b"\0")
     if words and not words[-1]:
@@ -79,7 +82,7 @@ def marker_of(pid: int) -> str | None:
             text = file.read(_ENVIRON_BYTES)
     except PermissionError:
         return None
-    except OSError:
+    except _GONE:
         return ""
     wanted = MARKER.encode() + b"="
     marker = next((each for each in text.split(b"\0") if each.startswith(wanted)), wanted)
@@ -89,7 +92,7 @@ def marker_of(pid: int) -> str | None:
 def everybody() -> Iterator[int]:
     """The pids of all processes that can be seen, but for our own."""
     own = os.getpid()
-    with contextlib.suppress(OSError), os.scandir("/proc") as entries:
+    with os.scandir("/proc") as entries:
         for entry in entries:
             if entry.name.isdecimal() and int(entry.name) != own:
                 yield int(entry.name)
@@ -114,7 +117,8 @@ def members(group: int) -> list[Seen]:
 
 
 def kill_if(pid: int, holds: Callable[[], bool]) -> bool:
-    """Send SIGKILL to `pid` if `holds` is true of it, asked when the pid can no longer become another process's."""
+    """Send SIGKILL to `pid` if `holds` is true of it, asked when the pid can no longer become another process's; False
+    where nothing was sent, also since it could not be looked at."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:

@@ -17,13 +17,15 @@ shard's key is in them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import hashlib
+import math
 import os
 import re
 import secrets
 import shutil
-import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +33,8 @@ import attrs
 import msgspec
 
 from appliance.agent import procfs
+from appliance.agent.ownership import own
+from appliance.agent.wording import to_json
 from appliance.facts.launch import HttpReady, StopStep
 from appliance.facts.replica import Shard
 from appliance.facts.report import ENDED, Report, State
@@ -42,12 +46,9 @@ KEPT = 64
 
 Wish = Literal["run", "stop"]
 
-_HALF_BORN_S = 5.0
-"""How long a child may take from its fork to being another program: a slow disk that has to bring it."""
-
-
-class StateInUse(Exception):
-    """Another agent owns the state directory; the text names its pid."""
+_WORD = re.compile(r"[0-9a-f]{16}")
+_MOST_PIDS = 1 << 22
+"""Linux gives out no higher number."""
 
 
 @attrs.frozen
@@ -146,7 +147,8 @@ def describes(process: Process, record: Record, boot: str) -> bool:
 
 
 class Store:
-    """The records of one state directory. `open` before everything else; it raises StateInUse, and OSError."""
+    """The records of one state directory. `open` before everything else; it raises `ownership.StateInUse`, and
+    OSError."""
 
     def __init__(self, state_dir: str) -> None:
         self._shards = Path(state_dir, "shards")
@@ -159,16 +161,24 @@ class Store:
         """Make the folders, own them, and learn the word. Blocks on the disk."""
         for folder in (self._shards, self._logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
-        self._lock = _own(self._shards / "lock")
-        self.boot = procfs.boot_id()
-        path = self._shards / "word"
+            _make_private(folder)
+        self._lock = own(self._shards / "lock")
         try:
-            self.word = path.read_text().strip()
+            self.boot = procfs.boot_id()
+            self._learn_word(self._shards / "word")
+        except BaseException:
+            self.close()
+            raise
+
+    def _learn_word(self, path: Path) -> None:
+        try:
+            self.word = path.read_bytes().decode("ascii", "replace").strip()
         except FileNotFoundError:
             self.word = ""
-        if not re.fullmatch(r"[0-9a-f]{16}", self.word):
-            self.word = secrets.token_hex(8)
+        if not _WORD.fullmatch(self.word):
+            # What runs has the old one in its marker, and only by that is it known as ours.
+            words = Counter(record.marker.partition(".")[0] for record in self.read_all()[0])
+            self.word = next((word for word, _ in words.most_common() if _WORD.fullmatch(word)), secrets.token_hex(8))
             _replace(path, self.word.encode())
 
     def close(self) -> None:
@@ -200,7 +210,7 @@ class Store:
         """Replace the shard's record. Raises OSError; the old one stays then."""
         folder = Path(self.folder(record.shard.id))
         folder.mkdir(mode=0o700, exist_ok=True)
-        _replace(folder / "record.json", msgspec.json.encode(record))
+        _replace(folder / "record.json", to_json(record))
 
     def read_all(self) -> tuple[list[Record], list[str]]:
         """Every readable record, and a sentence for each that is not. Those that ended long ago are dropped."""
@@ -212,10 +222,13 @@ class Store:
                     raise ValueError(f"it is of version {record.version}, this agent knows {VERSION}")
                 if path.parent.name != _name(record.shard.id):
                     raise ValueError(f"it is of shard {record.shard.id} and lies in the wrong folder")
-            except (OSError, ValueError) as unreadable:
+                for nonsense in _nonsense(record):
+                    raise ValueError(nonsense)
+            except (OSError, ValueError, RecursionError) as unreadable:
                 troubles.append(f"{path}: {unreadable}")
             else:
-                found.append(record)
+                # Where the directory is now, and not where it was before somebody moved it.
+                found.append(attrs.evolve(record, log=self.log(record.shard.id)))
         ended = sorted((record for record in found if record.ended), key=lambda each: each.since, reverse=True)
         for old in ended[KEPT:]:
             self.remove(old.shard.id)
@@ -236,29 +249,32 @@ def _name(shard_id: str) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', shard_id)[:80].strip('.-')}-{digest}"
 
 
-def _own(path: Path) -> int:
-    """Hold the lock for as long as the descriptor is open: the kernel gives it back however the agent ends.
+def _nonsense(record: Record) -> Iterator[str]:
+    """What cannot be true of any record, and would be acted on if it were believed."""
+    if record.complete and not record.processes:
+        yield "its engine was started, and is not in it"
+    for process in record.processes:
+        if not 0 <= process.pid <= _MOST_PIDS:
+            yield f"there is no pid {process.pid}"
+        if not all(0 <= step.grace_s < math.inf for step in process.stop):
+            yield "a step of its stop takes less than no time"
+    ready = record.ready
+    ports = [*record.ports, *([ready.port] if ready else ())]
+    if not all(0 < port < 65536 for port in ports):
+        yield f"a port of it is none: {ports}"
+    if ready is not None and not 0 < ready.timeout_s < math.inf:
+        yield "readiness is asked for in less than no time"
+    texts = [*record.directories, *([ready.host, ready.health, ready.models] if ready else ())]
+    if any("\0" in text for text in texts):
+        yield "a text of it holds a zero byte"
 
-    A child of an agent that was killed has the descriptor too, from its fork until it becomes the engine; it is waited
-    for. That it must have let go has another use: from then on no process of ours is without its marker.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    until = time.monotonic() + _HALF_BORN_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError:
-            pid = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-            owner = procfs.see(int(pid)) if pid.isdecimal() else None
-            if time.monotonic() > until or (owner is not None and not owner.ended):
-                os.close(descriptor)
-                where = path.parent.parent
-                raise StateInUse(f"the state directory {where} is in use by another agent (pid {pid})") from None
-            time.sleep(0.01)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-    return descriptor
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.chmod(0o700)
+    except OSError as refused:
+        if refused.errno != errno.EROFS:
+            raise
 
 
 def _replace(path: Path, content: bytes) -> None:

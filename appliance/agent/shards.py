@@ -95,11 +95,16 @@ class Shards:
 
         A process is adopted only where pid, start time, command line and marker all are those of its record. Processes
         with our marker that no record describes are killed; nothing without it is ever touched. Raises
-        `records.StateInUse` when another agent owns the state directory, OSError when it cannot be written.
+        `ownership.StateInUse` when another agent owns the state directory; OSError when it cannot be written, and when
+        processes cannot be looked at.
         """
         await trio.to_thread.run_sync(self._store.open)
-        self._node.scope = await find_scope(self._booted)
-        self.sorted = await trio.to_thread.run_sync(sort_out, self._store)
+        try:
+            self._node.scope = await find_scope(self._booted)
+            self.sorted = await trio.to_thread.run_sync(sort_out, self._store)
+        except BaseException:
+            self._store.close()
+            raise
         for each in self.sorted.found:
             self._add(each.record, each)
         self._adopted = True

@@ -12,6 +12,7 @@ run
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -32,7 +33,7 @@ from ..agent.discovery.writing import BadInventory
 from ..agent.events import Board
 from ..agent.local import Local
 from ..agent.machine import Machine
-from ..agent.records import StateInUse
+from ..agent.ownership import StateInUse
 from ..agent.shards import Shards
 from ..agent.status import Identity, Seen
 from ..agent.web import Render, Site
@@ -143,6 +144,11 @@ class AgentTree:
                     raise StartFailed(f"{used}: stop that one, or set STATE_DIRECTORY to another folder") from None
                 await trio.sleep(AGAIN_S)
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise StartFailed(
+                        "engines that may run here cannot be looked at, since there are too many open files:"
+                        " allow more (LimitNOFILE of the unit, ulimit -n); the engines go on"
+                    ) from None
                 raise StartFailed(
                     f"{error.filename or folder} cannot be used: {error.strerror}; set STATE_DIRECTORY and"
                     " RUNTIME_DIRECTORY to folders that this user can write"
