@@ -13,8 +13,8 @@ RUNNING = "running"
 def merge(views: Mapping[str, View], sources: Sources, own: Sequence[Network]) -> dict[str, Announced]:
     """All groups by name. `views` are by the daemon's address, and hold no stale ones."""
     best: dict[str, tuple[tuple[int, int], str, GroupRow]] = {}
-    # Of equals the lexically smaller address counts.
-    for daemon, rows in [*_united(views).items(), *((each, views[each].groups) for each in sorted(views))]:
+    others = {daemon: view.groups for daemon, view in views.items() if not view.ours}
+    for daemon, rows in sorted({**_united(views), **others}.items()):  # of equals the lexically smaller address counts
         for name, row in rows.items():
             weight = (_running(row), sum(agent.alive for agent in row.agents))
             if name not in best or weight > best[name][0]:
@@ -23,7 +23,7 @@ def merge(views: Mapping[str, View], sources: Sources, own: Sequence[Network]) -
     return {name: _announced(row, daemon, nodes, sources, own) for name, (_, daemon, row) in sorted(best.items())}
 
 
-def _united(views: Mapping[str, View]) -> dict[str, dict[str, GroupRow]]:
+def _united(views: Mapping[str, View]) -> dict[str, Mapping[str, GroupRow]]:
     """The groups of our own agents, each as one: every agent tells of its own rank alone."""
     parts: dict[str, list[tuple[str, GroupRow]]] = {}
     for daemon in sorted(daemon for daemon in views if views[daemon].ours):
@@ -38,7 +38,7 @@ def _united(views: Mapping[str, View]) -> dict[str, dict[str, GroupRow]]:
             sum(row.gpus_total for _, row in rows),
         )
         united.setdefault(rows[0][0], {})[name] = whole
-    return united
+    return dict(united)
 
 
 def addresses_of_nodes(views: Iterable[View]) -> dict[str, tuple[str, ...]]:
