@@ -6,6 +6,7 @@ import attrs
 import pytest
 
 from appliance.facts.catalog import Profile
+from appliance.facts.demand import Demand
 from appliance.facts.report import Report
 from appliance.rules.fleet.reports import phase
 from tests.fleet_scene import Scene, inventory, model
@@ -206,3 +207,17 @@ def test_a_report_without_an_address_is_no_endpoint() -> None:
     shard = scene.world.replicas[scene.ready("llama")[0]].shards[0]
     scene.world.report("a", [Report(shard, "ready", 0.0)], (), scene.now)
     assert scene.fleet.endpoints() == ()
+
+
+def test_what_is_heard_of_while_settling_is_told_as_serving_and_as_wanted() -> None:
+    scene = Scene([inventory("a"), inventory("b")], [model(least=0, most=2)])
+    scene.connect()
+    scene.demand["llama"] = Demand(asked_at=scene.now)
+    scene.run(40)
+    scene.restart()
+    assert (scene.fleet.stand("llama", scene.now).wanted, scene.fleet.stand("llama", scene.now).serving) == (0, 0)
+    scene.connect("a", "b")
+    scene.tick()
+    assert not scene.fleet.settled
+    why = scene.fleet.stand("llama", scene.now)
+    assert (why.wanted, why.because, why.serving, why.missing) == (1, "as many were running", 1, "")

@@ -109,8 +109,11 @@ class Fleet:
             if self._scale(demand, now) or changed:
                 said = self._pass(now, rng)
             due = min(due, self._due, now + LOOK_S if self._follows_load() else math.inf)
-        elif now < self.started_at + self.settings.settle_s:
-            due = min(due, self.started_at + self.settings.settle_s)
+        else:
+            # Nothing is decided by it yet; who asks is told of what has been heard of so far.
+            self.teams = teams(self.world, self.models, self.settings.drain_grace_s)
+            if now < self.started_at + self.settings.settle_s:
+                due = min(due, self.started_at + self.settings.settle_s)
         self._again_at = due
         events, self.world.events = tuple(self.world.events), []
         return Actions(tuple(said), events, due)
@@ -154,17 +157,16 @@ class Fleet:
 
     def wanted(self, model: str) -> int:
         """How many replicas of a model are to run now."""
-        if model in self.overrides:
-            return self.overrides[model]
-        scaler = self.scalers.get(model)
-        return scaler.wanted if scaler is not None else self.models[model].scaling.min_replicas
+        return self.overrides[model] if model in self.overrides else self._scaler(model).wanted
 
     def because(self, model: str) -> str:
         """Why so many."""
-        if model in self.overrides:
-            return "an operator said so"
-        scaler = self.scalers.get(model)
-        return scaler.because if scaler is not None else f"min_replicas is {self.models[model].scaling.min_replicas}"
+        return "an operator said so" if model in self.overrides else self._scaler(model).because
+
+    def _scaler(self, model: str) -> Scaler:
+        """What is kept of a model, or what would be begun with now, since nothing is before we have settled."""
+        team = self.teams.get(model) or Team()
+        return self.scalers.get(model) or begin(self.models[model].scaling, team.alive, self._stepped_at)
 
     # -- settle and scale ----------------------------------------------------------------------------------------------
 
