@@ -36,7 +36,8 @@ def add(app: QuartTrio, running: Running) -> None:
         raise Refusal(
             409,
             "not_initialised",
-            "this machine has no certificates for a cluster: run 'appliance ctl init', then restart 'appliance serve'",
+            "this router began without certificates for a cluster: run 'appliance ctl init', unless that is done, and"
+            " then restart 'appliance serve'",
         )
 
     @app.post("/nodes")

@@ -42,10 +42,10 @@ def init(file: str | None, hosts: tuple[str, ...]) -> int:
             if os.path.lexists(there):
                 raise pki.taken(papers, there)
         config, made = _configuration(file)
-        listen = load(config, os.environ).settings.control.listen
+        settings = load(config, os.environ).settings
         now = time.time()
         authority = pki.create(papers, now)
-        names = whereabouts.names(listen)
+        names = whereabouts.names(settings.control.listen)
         authority.keep_server(names, now, hosts)
     except ConfigError as error:
         for fault in error.faults:
@@ -71,14 +71,11 @@ def init(file: str | None, hosts: tuple[str, ...]) -> int:
     console().print("\nnext:")
     pid = owner(state_dir)
     start = f"restart 'appliance serve' (pid {pid})" if pid else "start 'appliance serve'"
-    print_lines(
-        [
-            f"1. give a model a profile in {config} ([[models]] with [[models.profiles]]): those are placed on nodes",
-            f"2. {start}",
-            "3. for each machine: 'appliance ctl node add NAME', and run there the line it prints",
-        ],
-        indent=2,
-    )
+    steps = [start, "for each machine: 'appliance ctl node add NAME', and run there the line it prints"]
+    if not any(model.profiles for model in settings.models):
+        wish = f"give a model a profile in {config} ([[models]] with [[models.profiles]])"
+        steps.insert(0, f"{wish}: those are placed on nodes")
+    print_lines([f"{number}. {step}" for number, step in enumerate(steps, 1)], indent=2)
     return 0
 
 
