@@ -44,6 +44,7 @@ class Database:
         self.path = path
         self._writer = writer
         self._reader = reader
+        self._file = _identity(path)
         self._writes = trio.CapacityLimiter(1)
         self._reads = trio.CapacityLimiter(1)
 
@@ -58,6 +59,7 @@ class Database:
 
     def _transaction(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         connection = self._writer
+        self._check_file()
         try:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -70,6 +72,15 @@ class Database:
         except sqlite3.Error as error:
             raise explain(self.path, error) from error
         return result
+
+    def _check_file(self) -> None:
+        """Raises StoreFailed where another file, or none, has the name of ours: what is written to ours would be gone
+        with this process, a revocation too. Reading goes on: nodes should not be refused for it."""
+        if self._file is None or self._file != _identity(self.path):
+            raise StoreFailed(
+                f"the database {self.path} was removed or replaced while it was in use, so nothing can be noted;"
+                " put a backup there if you have one, and start this router anew"
+            )
 
     def _look(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         try:
@@ -118,6 +129,14 @@ def _open(path: str, locked_s: float) -> tuple[sqlite3.Connection, sqlite3.Conne
             connection.close()
         raise
     return writer, reader
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _connection(path: str, locked_s: float) -> sqlite3.Connection:
