@@ -170,15 +170,19 @@ async def test_a_full_disk_fails_what_was_asked_and_leaves_nothing_of_it(tmp_pat
         assert await database.read(lambda connection: connection.execute(count).fetchone()) == (1001,)
 
 
+def taken_away(folder: Path, replaced: bool) -> None:
+    for file in folder.glob("appliance.db*"):
+        file.unlink()
+    if replaced:
+        (folder / "appliance.db").write_bytes(b"")
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 async def test_nothing_is_written_to_a_file_that_was_taken_away(tmp_path: Path, replaced: bool) -> None:
     async with open_store("", str(tmp_path)) as store:
         await store.cordon("node-a", "root", T)
         assert list(await store.cordons()) == ["node-a"]
-        for file in tmp_path.glob("appliance.db*"):
-            file.unlink()
-        if replaced:
-            (tmp_path / "appliance.db").write_bytes(b"")
+        taken_away(tmp_path, replaced)
         with pytest.raises(StoreFailed, match="was removed or replaced while it was in use"):
             await store.cordon("node-b", "root", T)
         assert list(await store.cordons()) == ["node-a"], "and the nodes that call are known"
