@@ -5,6 +5,7 @@
 #   make test-engines   vLLM and SGLang themselves, serving on the CPU: 3.8 GB, and about 10 minutes the first time
 #   make test-ray       Ray itself, as the sidecar of vLLM: 0.3 GB
 #   make test-mcp       the official MCP packages of Python 1.x and Node beside Python's 2.x: 0.1 GB
+#   make test-mentat    the real daemon and router that announced groups come from, where cargo can install them
 #   make lint    ruff and mypy alone
 #   make binary  dist/appliance/appliance: the program in a folder that needs no installed Python, tried out
 #   make bench   the figures of docs/performance.md, against other routers (ROWS=throughput for one row)
@@ -32,6 +33,7 @@ HAS_ENGINES := $(ENGINES_VENV)/.has-engines
 RAY_VENV := .venv-ray
 HAS_RAY := $(RAY_VENV)/.has-ray
 RAY_VERSION := 2.60.0
+MENTAT_ROOT := build/mentat
 
 # The older official MCP packages, for `make test-mcp` alone: one environment cannot hold two versions of one package.
 MCP_VENV := .venv-mcp
@@ -40,7 +42,7 @@ MCP_VERSION := 1.30.0
 MCP_SDK := $(MCP_VENV)/node_modules/@modelcontextprotocol/sdk
 MCP_SDK_VERSION := 1.32.2
 
-.PHONY: run test test-engines test-ray test-mcp lint binary bench lock clean
+.PHONY: run test test-engines test-ray test-mcp test-mentat lint binary bench lock clean
 
 # Where the wheel or the model cannot be had, the demonstration runs with the built-in sim and says so. The client package
 # is in the same extra, and may well be had.
@@ -63,6 +65,13 @@ test-ray: $(HAS_TEST) $(HAS_RAY)
 test-mcp: $(HAS_TEST) $(HAS_MCP)
 	TEST_MCP_VENV=$(MCP_VENV) TEST_MCP_SDK=$$(test -d $(MCP_SDK) && echo $(CURDIR)/$(MCP_SDK)) \
 		$(VENV)/bin/python -m pytest tests/test_mcp_official.py $(PYTEST_ARGS)
+
+# Needs cargo, and a network that reaches crates.io; without, nothing is tried and nothing fails.
+test-mentat: $(HAS_TEST)
+	@command -v cargo >/dev/null || { echo "test-mentat: skipped, there is no cargo (https://rustup.rs)"; exit 0; }; \
+	cargo install --quiet --root $(MENTAT_ROOT) mentatd mentatd-serve \
+		|| { echo "test-mentat: skipped, cargo cannot install mentatd and mentatd-serve here"; exit 0; }; \
+	TEST_MENTAT_ROOT=$(MENTAT_ROOT) $(VENV)/bin/python -m pytest -s tests/test_real_mentat.py $(PYTEST_ARGS)
 
 lint: $(HAS_TEST)
 	$(VENV)/bin/ruff check .

@@ -49,6 +49,10 @@ class Host:
 
     def start(self, *words: str, **environ: str) -> Path:
         """`appliance WORDS` over there; the file of its log."""
+        return self.run(sys.executable, "-m", "appliance", *words, **environ)
+
+    def run(self, *command: str, **environ: str) -> Path:
+        """Any program over there; the file of its log."""
         log = self.folder / f"log-{len(self.started)}"
         env = {name: value for name, value in os.environ.items() if not name.startswith(("APPLIANCE_", "MENTAT_"))}
         env |= {
@@ -57,7 +61,7 @@ class Host:
             "APPLIANCE_AGENT__GPUS__BACKEND": "none",
             "MENTAT_ANNOUNCE_INTERVAL_S": "0.3",
         } | environ
-        command = ["ip", "netns", "exec", self.space, sys.executable, "-m", "appliance", *words]
+        command = ("ip", "netns", "exec", self.space, *command)
         with log.open("wb") as opened:
             self.started.append(
                 subprocess.Popen(command, stdout=opened, stderr=opened, env=env, start_new_session=True)
