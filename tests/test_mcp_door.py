@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import sys
@@ -15,6 +16,7 @@ from mcp import Client
 
 from tests.fake_daemon import fake_daemon
 from tests.mcp_door_scene import LIST, at, call, door, inside, until
+from tests.raw_client import request
 from tests.toolservers.programs import START_S, Running, first_line, program, python_server
 from tests.toolservers.scripted import Server
 
@@ -140,6 +142,12 @@ async def test_a_client_that_leaves_ends_its_call(tmp_path: Path, official: dict
     assert (await rows("ran"), await rows("cancelled")) == one_more
 
 
+async def ctl(*words: str, admin: Path) -> str:
+    command = [sys.executable, "-m", "appliance", "ctl", *words, "--admin", str(admin)]
+    done = await trio.run_process(command, capture_stdout=True)
+    return done.stdout.decode()
+
+
 async def test_a_server_that_was_restarted(tmp_path: Path) -> None:
     command = python_server(sys.executable, "up", "--handshake-only")
     async with fake_daemon() as daemon:
@@ -154,6 +162,8 @@ async def test_a_server_that_was_restarted(tmp_path: Path) -> None:
                 assert down.is_error
                 assert [tool.name for tool in (await client.list_tools()).tools] == ["serve_status"]
                 assert (await router.status())["groups"]["up"]["mcp_error"].startswith("no connection")
+                (trouble,) = json.loads(await ctl("status", "--json", admin=router.process.admin))["troubles"]
+                assert trouble.startswith("group up: no tools, no connection")
                 with program((*command, "--port", first.url.rpartition(":")[2])) as process:
                     second = Running(first_line(process), process)
                     names = [tool.name for tool in (await client.list_tools()).tools]
@@ -269,24 +279,46 @@ async def test_what_http_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert upgrade.status_code == 501
 
 
-async def test_bodies_above_16_mib(tmp_path: Path) -> None:
+async def test_bodies_above_16_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     async with fake_daemon() as daemon, at(server) as url:
         daemon.group("up", mcp=url)
-        async with door(tmp_path, daemon) as router:
+        async with inside(monkeypatch, tmp_path, daemon) as router:
             fits = json.dumps(call("up__add", {"x": "y" * (8 << 20)})).encode()
             assert (await router.send("POST", fits)).status_code == 200
             large = b" " * ((16 << 20) + 1)
             answer = await router.send("POST", large)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
+            # one that says how large it will be is not even read
+            client = await router.running.connect()
+            await client.send(request("POST", "/mcp", f"content-length: {len(large)}"))
+            assert (await client.answer("POST")).status == 413
+
             async def pieces() -> Any:
-                for at_ in range(0, len(large), 1 << 20):
-                    yield large[at_ : at_ + (1 << 20)]
+                for start in range(0, len(large), 1 << 20):
+                    yield large[start : start + (1 << 20)]
 
             chunked = await router.http.post(router.url, content=pieces())
             assert (chunked.status_code, chunked.json()["error"]["code"]) == (413, "body_too_large")
+            small = gzip.compress(large)
+            packed = await router.send("POST", small, content_encoding="gzip")
+            assert (packed.status_code, packed.json()["error"]["code"]) == (413, "body_too_large")
             assert len(server.ran) == 1
+
+
+async def test_what_is_told_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line in the access log, and nothing among the figures of models."""
+    async with fake_daemon() as daemon, at(Server()) as url:
+        daemon.group("up", mcp=url)
+        async with inside(monkeypatch, tmp_path, daemon, "[server]\naccess_log = true\n") as router:
+            await router.text("up__add", {"x": "of-the-client"}, x_request_id="call-1")
+            await until("it is told", lambda: [r for r in router.running.told("request") if r["path"] == "/mcp"])
+            (told,) = [line for line in router.running.told("request") if line["path"] == "/mcp"]
+            assert (told["method"], told["status"], told["request_id"]) == ("POST", 200, "call-1")
+            assert "of-the-client" not in json.dumps(router.running.log)
+            assert not router.running.app.gateway.meters.models
+            assert router.running.app.requests == 0
 
 
 async def test_a_call_is_sent_once(tmp_path: Path) -> None:

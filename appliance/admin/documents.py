@@ -76,6 +76,7 @@ def status(running: Running, now: float) -> Document:
         "troubles": [
             *(told for member in members for told in troubles(gateway, member, now)),
             *(fleet.troubles(plane, now) if plane is not None else ()),
+            *running.tool_troubles(),
         ],
     }
 

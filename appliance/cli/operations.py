@@ -119,6 +119,7 @@ class Operations:
             reload=router.reload,
             plane=lambda: router.plane,
             joining=lambda: None if router.plane is None else router.plane.joining,
+            tool_troubles=router.tools.troubles,
         )
 
 

@@ -59,9 +59,16 @@ class ToolServers:
         nobody has asked for the tools, and while `mcp_error` says why they are not to be had."""
         if "groups" not in document:
             return document
-        rows = {row["group"]: row for row in self._merge.rows()} if self._merge is not None else {}
+        rows = {row["group"]: row for row in self._rows()}
         groups = {name: {**group, **_columns(rows.get(name, {}))} for name, group in document["groups"].items()}
         return {**document, "groups": groups}
+
+    def troubles(self) -> list[str]:
+        """A sentence for each group whose tools could not be listed."""
+        return [f"group {row['group']}: no tools, {row['error']}" for row in self._rows() if row["error"]]
+
+    def _rows(self) -> list[dict[str, object]]:
+        return self._merge.rows() if self._merge is not None else []
 
     async def _opened(self) -> Endpoint:
         async with self._opening:
