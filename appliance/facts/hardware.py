@@ -9,6 +9,8 @@ import attrs
 GIB = 1 << 30
 MIB = 1 << 20
 
+_LOOPBACK = "127."
+
 
 @attrs.frozen
 class Hindrance:
@@ -202,5 +204,10 @@ class Inventory:
         return next((fabric for fabric in self.fabrics if name and fabric.name == name), None)
 
     def interface_of(self, address: str) -> str:
-        """The interface that carries `address`, or ""."""
-        return next((each.name for each in self.interfaces if address in each.addresses), "")
+        """The interface that carries `address`, or "". The one with a loopback address carries all of 127.0.0.0/8."""
+        for each in self.interfaces:
+            if address in each.addresses:
+                return each.name
+            if address.startswith(_LOOPBACK) and any(own.startswith(_LOOPBACK) for own in each.addresses):
+                return each.name
+        return ""
