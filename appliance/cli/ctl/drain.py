@@ -18,6 +18,9 @@ LOOK_S = 0.5
 AFTER_GRACE_S = 90.0
 """Once the grace is over, replicas are stopped without a replacement; engines may take this long to end."""
 
+BAR_WIDTH = 16
+"""Columns of the bar at a terminal: beside it there is the sentence to read."""
+
 
 @click.command()
 @click.argument("node", metavar="NODE")
@@ -35,7 +38,12 @@ def drain(node: str, no_wait: bool) -> int:
         return 0
     models = {replica["id"]: replica["model"] for replica in ask("replicas")["replicas"]}
     moving = {name: models.get(name, name) for name in document["node"]["replicas"]}
-    left = _wait(node, set(moving)) if moving else []
+    try:
+        left = _wait(node, set(moving)) if moving else []
+    except KeyboardInterrupt:
+        raise click.ClickException(
+            f"interrupted; the drain goes on: 'ctl nodes' says when {node} is drained, 'ctl uncordon {node}' ends it"
+        ) from None
     if left:
         raise click.ClickException(
             f"the grace is over and {counted(len(left), 'replica')} still on {node}: {', '.join(left)}; "
@@ -92,8 +100,12 @@ def _progress(node: str) -> Iterator[Show]:
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
 
-    bar = Progress(TextColumn(node), BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True))
+    # Whatever is longer than the rest of the line is cut at its end, not the name and the bar.
+    rest = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))
+    columns = TextColumn(node), BarColumn(BAR_WIDTH), rest
+    bar = Progress(*columns, console=Console(stderr=True), expand=True, transient=True)
     with bar:
         task: Any = bar.add_task("")
 
