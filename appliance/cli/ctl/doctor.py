@@ -144,5 +144,7 @@ def _models() -> Iterator[Finding]:
             yield Finding("model", "failed", entry["why"])
     if found and fine:
         at_zero = sum(not entry["ready"] for entry in found)
-        told = f"{at_zero} at zero, the others ready" if at_zero else "all ready"
+        told = "all ready"
+        if at_zero:
+            told = f"{at_zero} at zero, the others ready" if at_zero < len(found) else "all at zero until asked for"
         yield Finding("models", "ok", f"{counted(len(found), 'model')}, {told}")
