@@ -12,6 +12,7 @@ run
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -227,9 +228,13 @@ class AgentTree:
     def _announce(self, ground: trio.Nursery, identity: Identity, listen: list[Address]) -> None:
         settings = self.settings.groups
         if settings.enabled:
-            announcer = Announcer(settings, secret(self.settings), identity, listen, changed=self.machine.look)
+            announcer = Announcer(settings, secret(self.settings), identity, listen, changed=self._look_again)
             if announcer.useful:
                 ground.start_soon(announcer.run, name="announcer")
+
+    async def _look_again(self) -> None:
+        with contextlib.suppress(BadInventory):  # the machine's own watch tells of it
+            await self.machine.look()
 
     # -- small steps ---------------------------------------------------------------------------------------------------
 

@@ -7,36 +7,29 @@ run
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import structlog
 import trio
 
 from ..facts.settings import Settings
 from ..gateway.service import Gateway
-from ..groups.groups import NETWORKS_S, Groups
-from ..rules.groups.sources import Network, Sources
-from ..wire.interfaces import networks
+from ..groups.groups import Groups
 from .announcekey import secret
-from .config import Loaded
 
 log = structlog.get_logger("groups")
 
 
-def wanted(settings: Settings) -> bool:
-    """Whether anything could ever be found."""
-    groups = settings.groups
-    return groups.enabled and bool(groups.announce_port or groups.daemons)
-
-
 class AnnouncedGroups:
-    """Made once; `run` in the router's nursery. `follow` has the watches look at the table again. Raises
+    """Made once; `run` in the router's nursery. `follow` has the watches look at the table again. `handed` are daemons
+    that a router watched which was taken over from: it may be seconds until they announce themselves here. Raises
     StartFailed."""
 
-    def __init__(self, settings: Settings, gateway: Gateway, follow: Callable[[], None]) -> None:
-        self.groups = Groups(settings.groups, secret(settings))
+    def __init__(
+        self, settings: Settings, gateway: Gateway, follow: Callable[[], None], handed: Sequence[str] = ()
+    ) -> None:
+        self.groups = Groups(settings.groups, secret(settings), handed=handed)
         self._gateway = gateway
         self._follow = follow
         self._scope = trio.CancelScope()
@@ -75,30 +68,3 @@ class AnnouncedGroups:
                     next="groups = true in the [[models]] that it may join",
                 )
         self._told = withheld
-
-
-def client_gate(loaded: Loaded) -> Callable[[str], bool] | None:
-    """Who may use the door at all, where an operator has said so; None: everybody.
-
-    Only an allowlist that was set counts: the default one is about announcements, and would shut out every client of
-    another network.
-    """
-    if loaded.origins.get("groups.allowed_sources", "default") == "default":
-        return None
-    sources = Sources(loaded.settings.groups.allowed_sources)
-    own: tuple[Network, ...] = ()
-    until = 0.0
-
-    def passes(address: str) -> bool:
-        nonlocal own, until
-        now = time.monotonic()
-        if now >= until:
-            own, until = networks(), now + NETWORKS_S
-        return sources.allow(address, own)
-
-    return passes
-
-
-def status(groups: AnnouncedGroups | None) -> Mapping[str, Any]:
-    """What the door's status document says of them; nothing where nobody looks for any."""
-    return groups.groups.status() if groups is not None else {}

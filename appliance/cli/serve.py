@@ -41,8 +41,8 @@ from ..nursery.sleeper import Sleeper, sweep
 from ..rules.scheduling.member import Member
 from ..wire.line import Poller
 from ..wire.tls import server_context
-from . import groups as announced
 from . import logs, takeover
+from .clientgate import client_gate
 from .config import ConfigError, Loaded, advice, changes, keep_fixed, load, profiled, without_profiles
 from .listening import address_of, is_loopback, open_sockets, raise_open_files
 from .operations import Operations
@@ -54,6 +54,7 @@ from .toolservers import ToolServers
 if TYPE_CHECKING:
     from ..control.plane import Plane
     from ..gateway.otlp import Exporter
+    from .groups import AnnouncedGroups
     from .plane import Control
 
 HEAR_S = 6.0
@@ -144,13 +145,11 @@ class Router:
         self.listeners = Listeners(self.door, self.poller, self.sleepers, _limits(settings), self.buffers)
         self.operations = Operations(self)
         self.control = self._control(with_agent)
-        self.groups = (
-            announced.AnnouncedGroups(settings, self.gateway, self._follow) if announced.wanted(settings) else None
-        )
+        self.groups = self._announced()
         self.tools = ToolServers(settings.groups, self._tool_servers, self.door.status)
         self.door.tools = self.tools.answer
-        self.door.groups = lambda: self.tools.shown(announced.status(self.groups))
-        self.door.permits = announced.client_gate(loaded)
+        self.door.groups = lambda: self.tools.shown(self.groups.groups.status() if self.groups is not None else {})
+        self.door.permits = client_gate(loaded)
         self.stop = trio.Event()
         self._stopping = False
         self._listening: tuple[Address, ...] = ()
@@ -344,6 +343,16 @@ class Router:
 
         handed = self._taken.replicas if self._taken else None
         return Control(self.settings, self.gateway, self._follow, with_agent=with_agent, handed=handed)
+
+    def _announced(self) -> AnnouncedGroups | None:
+        """Who finds groups; None, and nothing of it imported, where none could ever be found. Raises StartFailed."""
+        groups = self.settings.groups
+        if not groups.enabled or not (groups.announce_port or groups.daemons):
+            return None
+        from .groups import AnnouncedGroups
+
+        handed = self._taken.daemons if self._taken else ()
+        return AnnouncedGroups(self.settings, self.gateway, self._follow, handed)
 
     def _follow(self) -> None:
         self.watches.follow()

@@ -24,6 +24,7 @@ def offer(router: Router) -> Offer:
         "door": len(sockets.door),
         "metrics": len(sockets.metrics),
         "replicas": router.gateway.published(),
+        "daemons": router.groups.groups.daemons.addresses() if router.groups is not None else (),
     }
     return Offer(about, sockets.descriptors())
 

@@ -48,11 +48,19 @@ class _BrokeOff(StartFailed):
 class Taken:
     """The running router's sockets, here; it still serves. `done` makes it stop listening, `close` without `done` ends
     the takeover and changes nothing for it. `sockets` belongs to the caller; `pid` is the other process, `replicas` are
-    those that its control plane has published."""
+    those that its control plane has published, `daemons` the addresses of those that it watches."""
 
-    def __init__(self, link: socket.socket, sockets: Sockets, pid: int, replicas: tuple[Endpoint, ...] = ()) -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        sockets: Sockets,
+        pid: int,
+        replicas: tuple[Endpoint, ...] = (),
+        daemons: tuple[str, ...] = (),
+    ) -> None:
         self.sockets = sockets
         self.replicas = replicas
+        self.daemons = daemons
         self.pid = pid
         self.running = 0
         self._link = link
@@ -81,7 +89,7 @@ def take(settings: Settings) -> Taken:
     except BaseException:
         link.close()
         raise
-    return Taken(link, sockets, pid, _replicas(about))
+    return Taken(link, sockets, pid, _replicas(about), _daemons(about))
 
 
 def _connect(path: str, state_dir: str) -> socket.socket:
@@ -196,6 +204,14 @@ def _replicas(about: dict[str, Any]) -> tuple[Endpoint, ...]:
     """What another version says in another way is left out: the agents tell it all again."""
     try:
         return msgspec.convert(about.get("replicas", ()), tuple[Endpoint, ...])
+    except msgspec.ValidationError:
+        return ()
+
+
+def _daemons(about: dict[str, Any]) -> tuple[str, ...]:
+    """Those of another version are found by their announcements, a little later."""
+    try:
+        return msgspec.convert(about.get("daemons", ()), tuple[str, ...])
     except msgspec.ValidationError:
         return ()
 

@@ -85,13 +85,17 @@ class Roster:
         """Groups that answer now, and their own lists of models by endpoint id. `gated` are names that a group claims
         and none serves, with the reason; `missed` those of them that requests wait for, `wait_s` at most. The watches
         must follow afterwards."""
+        known = (self._announced, self.table.gated, self.table.missed, self.gate.missed_wait_s)
         self._announced = tuple(endpoints)
         self.table.gated, self.table.missed, self.gate.missed_wait_s = dict(gated), dict(missed), wait_s
-        change = self._lay()
+        # Engines date their lists anew each time they are asked for them: nothing else is new most of the time.
+        same = known == (self._announced, self.table.gated, self.table.missed, wait_s)
+        change = Change() if same else self._lay()
         for endpoint in self._announced:
             if endpoint.id in self.table.members:
                 self.listed[endpoint.id] = {name: dict(row) for name, row in listed.get(endpoint.id, {}).items()}
-        self.gate.publish()
+        if not same:
+            self.gate.publish()
         return change
 
     def why_absent(self, model: str) -> str:

@@ -39,6 +39,8 @@ LOOK_S = 1.0
 NETWORKS_S = 1.0
 """How long the list of own networks is believed."""
 MOST_GROUPS = 1024
+MOST_STANDINGS = 2 * MOST_GROUPS
+"""Groups that are remembered, those that are gone included."""
 
 log = structlog.get_logger("groups")
 
@@ -54,7 +56,8 @@ class Prober:
 class Groups:
     """What is known of all groups. `published` is told when `endpoints`, `listed` or `gated` changed.
 
-    `key` signs announcements, b"" for none; `clock` is monotonic, `wall` in seconds since 1970, both for tests.
+    `key` signs announcements, b"" for none; `handed` are daemons that another router has watched; `clock` is monotonic,
+    `wall` in seconds since 1970, both for tests.
     """
 
     def __init__(
@@ -65,12 +68,15 @@ class Groups:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         own: Callable[[], Sequence[Network]] = networks,
+        handed: Sequence[str] = (),
     ) -> None:
         self.settings = settings
         self.published = News()
         self.daemons = Daemons(
             settings.daemons, Sources(settings.allowed_sources), clock(), peers=settings.discover_peers
         )
+        for address in handed:
+            self.daemons.announced(Heard("", (address,)), clock())
         self.listener = Listener(self._heard, self._oversize)
         self._sources = Sources(settings.allowed_sources)
         self._key = datagram.secret(key)
@@ -265,6 +271,8 @@ class Groups:
         ttl_s = self.settings.model_ttl_s
         for name in [name for name, standing in self._standings.items() if now - standing.seen_at > ttl_s]:
             del self._standings[name]
+        while len(self._standings) > MOST_STANDINGS:
+            del self._standings[min(self._standings, key=lambda name: self._standings[name].seen_at)]
         self._follow_groups(before)
         self._judge(now)
 

@@ -58,6 +58,10 @@ class Daemons:
 
     # -- who there is ------------------------------------------------------------------------------------------------
 
+    def addresses(self) -> tuple[str, ...]:
+        """Where each that answers is asked."""
+        return tuple(each.address for each in self if each.view is not None and not each.error)
+
     def announced(self, heard: Heard, now: float) -> Told | None:
         return self._know(heard.node_id, heard.addresses, now)
 

@@ -21,15 +21,13 @@ from .filters import Drop, gate, narrow
 from .member import Member
 from .pickers import PICKERS, Picker
 from .saturation import HEALTHY, pool_saturation
+from .table import LATER_S as LATER_S
 from .table import Entry, Pool
 
 ONLY_POOL = "the only pool"
 GRANTED_POOL = "the pool that admission let it in for"
 NOT_SATURATED = "the first pool that is not saturated"
 ALL_SATURATED = "the preferred pool, all being saturated"
-
-LATER_S = 5.0
-"""Retry-After where nothing says when an endpoint will be back."""
 
 
 @attrs.frozen

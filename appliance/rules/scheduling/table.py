@@ -21,6 +21,7 @@ MOST_LISTED = 20
 """Names in a refusal; a list of a thousand adapters helps nobody."""
 SOON_S = 2.0
 LATER_S = 5.0
+"""Retry-After where nothing says when an endpoint will be back."""
 
 
 class Pool:
