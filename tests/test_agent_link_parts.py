@@ -117,7 +117,8 @@ def test_a_cut_log_says_so_and_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("one\ntwo\n")
     made = reader(log)
-    logs._cut(str(log), 4)
+    with logs._Held(str(log)) as held:
+        held.cut(str(log), 4)
     with log.open("a") as file:
         file.write("half\nfour\nfive\n")
     assert made.more() == ["[the log was cut here; some lines may be missing]", "four", "five"]

@@ -4,6 +4,10 @@ The engine holds the file open for appending, and outlives us, so it cannot be g
 a quarter of what is allowed, its last lines are copied beside it and the file is cut to nothing; the next write starts
 at its new end. What is written between the copy and the cut is lost, which is a line or two in a great many.
 
+The file is held open here too, by what the engine writes to and not by its name: it may delete or move it. And it may
+open it anew without appending: then its next write goes to where it was, and what lies before that is a hole. Such a
+file is measured by what it takes of the disk, or it would be cut at every look.
+
 The price is that the bound is kept by looking. The kernel tells of the first write (inotify), and then the file is
 looked at every millisecond. An eighth of what is allowed is kept of what was, and the rest is there for what is written
 before we come: 10 MiB of the usual 16, which at 500 MB/s are 20 ms.
@@ -15,11 +19,14 @@ import contextlib
 import ctypes
 import os
 import re
+import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import trio
+
+from appliance.agent.wording import visible
 
 LOOK_S = 0.001
 """Seconds between two looks at a file that grows. An engine that writes a line now and then costs as many looks."""
@@ -27,7 +34,9 @@ LOOK_S = 0.001
 _IN_MODIFY = 0x2
 _IN_CLOEXEC, _IN_NONBLOCK = 0o2000000, 0o4000
 _TAIL_BYTES = 64 << 10
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+LINE_CHARS = 8_000
+"""Most of a line in a tail: an engine may write without ever ending one."""
+
 _SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)$", re.IGNORECASE)
 _SHORTEST_SECRET = 6
 
@@ -42,14 +51,18 @@ def begin(log: str) -> None:
     os.close(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
 
-async def keep_bounded(log: str, log_bytes: int) -> NoReturn:
-    """Keep `log` and what was cut off it within `log_bytes` together. Its owner cancels it."""
-    with _Watch(log) as watch:
+async def keep_bounded(log: str, log_bytes: int, written: Sequence[str] = ()) -> NoReturn:
+    """Keep `log` and what was cut off it within `log_bytes` together. Its owner cancels it.
+
+    `written` are paths of what engines that run already write to (`/proc/PID/fd/1`), for a log that has lost its name.
+    """
+    path = next((each for each in written if _is_log(each, log)), log)
+    with _Watch(path) as watch, _Held(path) as held:
         while True:
-            if _size(log) >= log_bytes // 4:
+            if held.bytes() >= log_bytes // 4:
                 # Whatever is wrong with the disk, the shard goes on; a full one is full of something else.
                 with contextlib.suppress(OSError):
-                    await trio.to_thread.run_sync(_cut, log, log_bytes // 8)
+                    await trio.to_thread.run_sync(held.cut, log, log_bytes // 8)
             await trio.sleep(LOOK_S)
             await watch.written()
 
@@ -79,12 +92,12 @@ def tail(log: str, n: int, secrets: Iterable[str] = (), *, end: int | None = Non
     if not whole:
         # The first line began before this, and might with the second half of a key.
         text = text.partition("\n")[2] or text[margin:]
-    return lines_of(text)[-n:] if n > 0 else []
+    return [line[:LINE_CHARS] for line in lines_of(text)[-n:]] if n > 0 else []
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text that are not empty, without what colours them."""
-    lines = (_ESCAPES.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text))
+    """The lines of a text that are not empty, without what colours them or does worse to a terminal."""
+    lines = (visible(line).rstrip() for line in re.split(r"[\r\n]+", text))
     return [line for line in lines if line]
 
 
@@ -93,23 +106,55 @@ def secrets_of(environment: Iterable[tuple[str, str]]) -> set[str]:
     return {text for name, text in environment if _SECRET_NAME.search(name) and len(text) >= _SHORTEST_SECRET}
 
 
-def _cut(log: str, keep: int) -> None:
-    with open(log, "r+b") as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - keep))
+def _is_log(path: str, log: str) -> bool:
+    """Whether `path` (in `/proc`) leads to our log, be it deleted meanwhile, and not to a file of the engine's own."""
+    try:
+        return os.readlink(path) in (log, f"{log} (deleted)")
+    except OSError:
+        return False
+
+
+class _Held:
+    """A log that is open for measuring and cutting; nothing to do where it cannot be opened."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = -1
+        self._cut_at = 0
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                self.close()
+
+    def bytes(self) -> int:
+        """What has been written since the last cut, holes left out."""
+        try:
+            seen = os.fstat(self._descriptor)
+        except OSError:
+            return 0
+        # As long as before, though it was emptied: it was not appended to.
+        return min(seen.st_size, seen.st_blocks * 512) if 0 < self._cut_at <= seen.st_size else seen.st_size
+
+    def cut(self, log: str, keep: int) -> None:
+        """Copy the last `keep` bytes beside `log`, and empty what is held. Raises OSError."""
+        size = os.fstat(self._descriptor).st_size
         beside = os.open(f"{log}.1", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(beside, "wb") as old:
-            left = keep
-            while left > 0 and (sent := os.sendfile(old.fileno(), file.fileno(), None, left)):
-                left -= sent
-        file.truncate(0)
+            at, left = max(0, size - keep), keep
+            while left > 0 and (sent := os.sendfile(old.fileno(), self._descriptor, at, left)):
+                at, left = at + sent, left - sent
+        os.ftruncate(self._descriptor, 0)
+        self._cut_at = size
 
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
-def _size(log: str) -> int:
-    try:
-        return os.stat(log).st_size
-    except OSError:
-        return 0
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _end_of(path: str, most: int, end: int | None = None) -> tuple[bytes, bool]:

@@ -222,7 +222,8 @@ def adopt(process: Process, record: Record, boot: str) -> Handle:
 async def end(handle: Handle, steps: Sequence[StopStep]) -> tuple[int, ...]:
     """Stop it: the plan's steps, each with its grace, then SIGKILL for what is left of its group. The pids of those
     that do not die of that within GONE_S."""
-    await trio.to_thread.run_sync(handle.remember_group)
+    with contextlib.suppress(OSError):
+        await trio.to_thread.run_sync(handle.remember_group)
     for step in steps:
         if handle.ended:
             break

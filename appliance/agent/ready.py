@@ -56,7 +56,7 @@ def served(body: bytes) -> list[str] | None:
         rows = json.loads(body)["data"]
         names = [str(row["id"]) for row in rows]
         return names + [str(alias) for row in rows for alias in row.get("aliases") or ()]
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -28,10 +28,13 @@ import trio
 
 from appliance.agent import gpumemory, logs, procfs, sockets
 from appliance.agent.adopting import Found
+from appliance.agent.loading import Loading
 from appliance.agent.process import Handle, end, end_marked, launch
-from appliance.agent.ready import idle, listens, probe
+from appliance.agent.ready import Probed, idle, listens, probe
 from appliance.agent.records import Record
 from appliance.agent.scopes import bus
+from appliance.agent.unanswered import Questions, Unanswered
+from appliance.agent.wording import plain, sentence
 from appliance.facts.hardware import Gpu, Inventory
 from appliance.facts.launch import LaunchPlan, Listening
 from appliance.facts.replica import Shard
@@ -47,6 +50,12 @@ AHEAD = 256
 
 PLANS = 8
 """How often a plan is made anew because others hold ports of it; they may take more while it is made."""
+
+DISK_S = 30.0
+"""How long a disk may take to say whether the programs and weights of a plan are there; a shared one wakes up first."""
+
+AGAIN_S = 1.0
+"""Between two tries to end what could not be ended."""
 
 _DRAIN_LOOK_S = 0.5
 
@@ -73,6 +82,7 @@ class Node:
     which: Callable[[str], str | None]
     scope: tuple[str, ...] = ()
     trying: trio.Lock = attrs.field(factory=trio.Lock)
+    questions: Questions = attrs.field(factory=Questions)
 
 
 @attrs.frozen
@@ -110,7 +120,8 @@ class ShardTree:
         self._handles = list(found.handles) if found is not None else []
         self._adopted = bool(self._handles)
         self._stop = trio.Event()
-        self._stop_by = record.stop_by
+        # By a clock that nobody sets. What the record says was said by the one that may be set.
+        self._stop_by = trio.current_time() + max(0.0, record.stop_by - max(node.now(), record.since))
         self._ending: Ending | None = None
         self._watchers = trio.CancelScope()
         self._saving = trio.Lock()
@@ -132,7 +143,7 @@ class ShardTree:
 
     def ask_to_stop(self, drain_s: float) -> None:
         """Have it stopped once it has nothing to do, at the latest in `drain_s`. The earliest time asked for stands."""
-        by = self._node.now() + drain_s
+        by = trio.current_time() + drain_s
         self._stop_by = min(self._stop_by, by) if self._stop.is_set() else by
         self._stop.set()
 
@@ -144,15 +155,29 @@ class ShardTree:
             async with trio.open_nursery() as tree:
                 if not self._handles and not self._stop.is_set():
                     await trio.to_thread.run_sync(logs.begin, self.log)
-                tree.start_soon(logs.keep_bounded, self.log, self._node.log_bytes, name=f"log of {self.shard.id}")
+                written = [f"/proc/{each.process.pid}/fd/1" for each in reversed(self._handles) if not each.ended]
+                tree.start_soon(
+                    logs.keep_bounded, self.log, self._node.log_bytes, written, name=f"log of {self.shard.id}"
+                )
                 await self._tear_down(await self._until_it_ends())
                 tree.cancel_scope.cancel()
         except Exception as fault:
-            # A fault of ours or of the disk must not take the other shards along, nor leave this one's engine behind.
-            await self._tear_down(Ending("failed", f"the agent could not go on with it: {_innermost(fault)}"))
+            await self._give_up(f"the agent could not go on with it: {_innermost(fault)}")
         finally:
             for handle in self._handles:
                 handle.close()
+
+    async def _give_up(self, reason: str) -> None:
+        """End it after a fault of ours or of the disk, which must neither take the other shards along nor leave this
+        one's engine behind. Until that has worked it has not ended, or it would be started a second time."""
+        self.record = attrs.evolve(self.record, state="stopping")
+        while True:
+            try:
+                await self._tear_down(Ending("failed", reason))
+                return
+            except Exception as fault:
+                self._tell(f"{reason}; it cannot be ended yet: {_innermost(fault)}")
+            await trio.sleep(AGAIN_S)
 
     async def _until_it_ends(self) -> Ending:
         if self.record.state == "stopping" and self.record.wish == "run":
@@ -180,12 +205,13 @@ class ShardTree:
     async def _heed_stop(self) -> None:
         await self._stop.wait()
         ready, quiet = self.record.ready, 0
-        if self.record.state in ("ready", "draining") and ready is not None and self._node.now() < self._stop_by:
-            await self._become("draining", wish="stop", stop_by=self._stop_by)
+        left_s = self._stop_by - trio.current_time()
+        if self.record.state in ("ready", "draining") and ready is not None and left_s > 0:
+            await self._become("draining", wish="stop", stop_by=self._node.now() + left_s)
             # Twice, since a request may be on its way here from a router that has just stopped choosing us.
-            while self._node.now() < self._stop_by and quiet < 2:
+            while trio.current_time() < self._stop_by and quiet < 2:
                 quiet = quiet + 1 if await idle(self.shard.profile.engine, ready) else 0
-                await trio.sleep(min(_DRAIN_LOOK_S, max(0.0, self._stop_by - self._node.now())))
+                await trio.sleep(min(_DRAIN_LOOK_S, max(0.0, self._stop_by - trio.current_time())))
         self._end("stopped")
 
     async def _watch_exit(self, handle: Handle) -> None:
@@ -233,6 +259,7 @@ class ShardTree:
     async def _plan(self) -> LaunchPlan:
         """A plan whose ports are free and held by this shard from now on. Raises CannotLaunch."""
         node, shard, foreign = self._node, self.shard, frozenset[int]()
+        weight_bytes = await self._ask_disk()
         inventory = node.inventory()
         for _ in range(PLANS):
             pool = node.ports.without(self._others(shard.id) | foreign)
@@ -253,11 +280,26 @@ class ShardTree:
             ports=tuple(sorted(numbers)),
             ready=made.ready,
             directories=made.directories,
-            secrets=tuple(sorted(secrets, key=len, reverse=True)),
-            load_bytes=await trio.to_thread.run_sync(_weight_bytes, shard.weights),
+            secrets=tuple(sorted(map(plain, secrets), key=len, reverse=True)),
+            load_bytes=weight_bytes,
             used_bytes=self.record.used_bytes or {uuid: used for uuid, used in used.items() if used is not None},
         )
         return made
+
+    async def _ask_disk(self) -> int:
+        """How much there is to load, once the disk has said what a plan will ask it: a plan is made in one go, while
+        everything else waits, and a disk may never answer. Raises CannotLaunch."""
+        node, shard = self._node, self.shard
+
+        def look() -> int:
+            with contextlib.suppress(CannotLaunch):
+                plan(shard, self._site(node.inventory(), node.ports))
+            return _weight_bytes(shard.weights)
+
+        try:
+            return await node.questions.ask(f"the disk with the programs and weights of {shard.id}", look, DISK_S)
+        except Unanswered as silent:
+            raise CannotLaunch([str(silent)]) from None
 
     async def _taken(self, numbers: frozenset[int], pool: PortPool) -> frozenset[int]:
         """What others hold of `numbers`, and if anything, of the ports after it too: a plan for each one found would
@@ -310,17 +352,21 @@ class ShardTree:
         if self.record.state == "starting":
             await self._become("loading", reason="")
         record, node = self.record, self._node
+        loading = Loading(self.log, node.patience, record.load_bytes, node.now() - record.since)
         while record.ready is not None:
             probed = await probe(record.ready)
             if probed.ready:
-                foreign = await trio.to_thread.run_sync(_strangers, record)
-                if foreign:
-                    self._end("failed", f"another process listens on its port {min(foreign)}")
-                    return
-                break
+                try:
+                    foreign = await trio.to_thread.run_sync(_strangers, record)
+                except OSError as blind:
+                    probed = Probed(False, f"whose port it is cannot be seen: {blind.strerror}")
+                else:
+                    if foreign:
+                        self._end("failed", f"another process listens on its port {min(foreign)}")
+                        return
+                    break
             self._tell(probed.why_not)
-            over = node.patience.why_over(node.now(), record.since, logs.last_output(self.log), record.load_bytes)
-            if over:
+            if over := loading.why_over():
                 self._end("failed", f"{over}: {probed.why_not}")
                 return
             await self._learn_line()
@@ -331,7 +377,9 @@ class ShardTree:
     async def _learn_line(self) -> None:
         """Write the engine's command line down where it has become another one, or it could not be adopted."""
         main = self.record.main
-        line = procfs.command_line(main.pid) if main is not None else ()
+        line: tuple[str, ...] = ()
+        with contextlib.suppress(OSError):
+            line = procfs.command_line(main.pid) if main is not None else ()
         if main is None or len(line) < 2 or line in main.lines:
             return
         main = attrs.evolve(main, lines=(*main.lines[-7:], line))
@@ -373,6 +421,8 @@ class ShardTree:
 
     async def _become(self, state: State, **changes: Any) -> None:
         """Record first, report second."""
+        if "reason" in changes:
+            changes["reason"] = sentence(changes["reason"])
         since = self.record.since if state == self.record.state else self._node.now()
         self.record = attrs.evolve(self.record, state=state, since=since, **changes)
         # One after the other, or of two at once the older might be the one that stays.
@@ -385,6 +435,7 @@ class ShardTree:
 
     def _tell(self, reason: str) -> None:
         """Say what it waits for. Not recorded: the next agent will see for itself."""
+        reason = sentence(reason)
         if self.report.reason != reason:
             self.report = attrs.evolve(self.record.report(adopted=self._adopted), reason=reason)
             self._changed()

@@ -77,10 +77,10 @@ def _sockets_of(pid: int) -> list[str] | None:
     found: list[str] = []
     try:
         names = os.listdir(f"/proc/{pid}/fd")
-    except PermissionError:
-        return None
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return found
+    except OSError:
+        return None
     for name in names:
         try:
             target = os.readlink(f"/proc/{pid}/fd/{name}")
