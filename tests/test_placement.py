@@ -104,6 +104,16 @@ def test_the_highest_priority_that_fits_is_taken() -> None:
     assert rooms.place(tried, profiles=[profile("other", 2)]) is None
 
 
+def test_a_node_takes_one_cpu_replica_for_each_processor() -> None:
+    rooms = Rooms([spot("a", 0, cpus=Cpus(2)), spot("b", 0, cpus=Cpus(1), cpu_replicas=1)])
+    cpu = model(profile(gpus=0))
+    assert [nodes(rooms.place(cpu)), nodes(rooms.place(cpu)), rooms.place(cpu)] == [["a"], ["a"], None]
+    assert [(each.candidate, each.reason) for each in rooms.explain(cpu)] == [
+        ("a", "it has 2 CPUs for the 2 replicas there that run on CPUs"),
+        ("b", "it has 1 CPU for the 1 replicas there that run on CPUs"),
+    ]
+
+
 def test_cpu_replicas_go_where_each_has_the_most_processors() -> None:
     rooms = Rooms([spot("a", 0, cpus=Cpus(8), cpu_replicas=1), spot("b", 0, cpus=Cpus(2)), spot("c", 0, cpus=Cpus(4))])
     assert [nodes(rooms.place(model(profile(gpus=0))))[0] for _ in range(5)] == ["a", "c", "a", "a", "b"]

@@ -53,6 +53,8 @@ def why_not(profile: Profile, room: Room) -> str:
         return spot.why_not
     if profile.nodes > 1 and not room.networks:
         return "it is on no named fabric, so it takes only replicas on one node"
+    if why := fit.why_no_cpus(profile, spot.inventory, room.cpu_replicas):
+        return why
     if fit.choose(profile, room.free) is None:
         return fit.why_no_gpus(profile, spot.inventory, room.taken)
     return fit.why_no_disk(profile, spot.inventory)

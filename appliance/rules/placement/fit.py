@@ -60,6 +60,18 @@ def choose_gpus(profile: Profile, inventory: Inventory, taken: Mapping[str, str]
     return gpus
 
 
+def why_no_cpus(profile: Profile, inventory: Inventory, cpu_replicas: int) -> str:
+    """The sentence for a node whose processors have as many replicas as they can have, "" while they have fewer.
+
+    Each has one processor at least, else more of them only take each other's time; and what nothing else bounds must
+    not become ten thousand processes on one machine because somebody typed a zero too many.
+    """
+    count = max(1, inventory.cpus.count)
+    if profile.gpus_per_node or cpu_replicas < count:
+        return ""
+    return f"it has {count} CPU{'s' if count > 1 else ''} for the {cpu_replicas} replicas there that run on CPUs"
+
+
 def is_fetched(profile: Profile) -> bool:
     """Whether its weights must be brought to the node first. An absolute path is there already, the sim needs none."""
     return profile.engine != "sim" and profile.source != "" and not profile.source.startswith("/")

@@ -163,9 +163,10 @@ class Rooms:
         if room.spot.why_not:
             return
         used, cramped = bool(room.taken), room.cramped
-        load = (room.cpu_replicas + 1) / max(1, room.spot.inventory.cpus.count)
+        count = max(1, room.spot.inventory.cpus.count)
         for shelves in (self._everywhere, *map(self._on, room.networks)):
-            room.places.append((shelves.cpus, (False, -load, cramped)))
+            if room.cpu_replicas < count:
+                room.places.append((shelves.cpus, (False, -(room.cpu_replicas + 1) / count, cramped)))
             for kind, gpus in room.free.items():
                 room.places.append((shelves.on(kind), (used, len(gpus), cramped)))
         for shelf, row in room.places:
