@@ -267,3 +267,56 @@ async def test_serving_timeout_is_the_deadline_of_groups_alone(tmp_path: Path, m
             assert json.loads(answers[0].body)["error"]["message"] == "the answer took longer than total_s"
             assert record.promises.total_s == 7
             assert door.app.gateway.promises.total_s == 1800
+
+
+async def test_a_group_that_ends_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = says(*streamed(event("a"), DONE))
+    async with fake_engine(script) as engine, fake_engine(script) as other, fake_daemon() as daemon:
+        other.models = ("other",)
+        killed = daemon.group("one", openai=url_of(engine), actors=["running"])
+        daemon.group("two", openai=url_of(other), actors=["running"])
+        async with found(monkeypatch, tmp_path, daemon) as door:
+            await served(door)
+            await served(door, "other")
+            killed.actors = ["dead"]
+            await daemon.tell()
+            await door.until("the one is gated", lambda: door.app.gateway.table.gated)
+            assert (await door.ask(chat(stream=True))).status == 503
+            assert (await door.ask(chat(model="other", stream=True))).status == 200
+            answer = await door.ask(chat(model="neither"))
+            assert answer.status == 404
+            assert "available: other" in json.loads(answer.body)["error"]["message"]
+
+
+async def test_comments_keep_a_slow_stream_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SSE_KEEPALIVE_S: the client has its head and comments while the engine still thinks, and then the data; a failure
+    after that is an event of the stream, since the status is given away."""
+    go = trio.Event()
+    fails = False
+
+    async def thinks(asked: Asked, peer: Peer) -> None:
+        await go.wait()
+        if fails:
+            await peer.send(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\nno")
+        else:
+            await peer.send(*streamed(event("a"), DONE))
+
+    async with fake_engine(thinks) as engine, fake_daemon() as daemon:
+        daemon.group("glm", openai=url_of(engine))
+        async with found(monkeypatch, tmp_path, daemon, SSE_KEEPALIVE_S="0.2") as door:
+            await served(door)
+            for fails in (False, True):
+                go = trio.Event()
+                client = await door.connect()
+                await client.send(chat(stream=True))
+                seen = b""
+                while seen.count(b"\r\n: ") + seen.count(b"\n: ") < 2:
+                    seen += await client.stream.receive_some(65536)
+                assert seen.startswith(b"HTTP/1.1 200")
+                go.set()
+                while chunk := await client.stream.receive_some(65536) if b"0\r\n\r\n" not in seen else b"":
+                    seen += chunk
+                    if fails and b'"error"' in seen:
+                        break
+                assert (b"[DONE]" in seen) is not fails
+                assert (b'"error"' in seen) is fails

@@ -123,3 +123,38 @@ def test_another_universe_and_another_key_are_not_found(net: dict[str, Host]) ->
     assert lines.count("announce_rejected") == 1
     assert "red" not in lines
     assert red.read_text().count("registered") == 1
+
+
+def test_the_local_daemon_is_found_without_a_word(net: dict[str, Host]) -> None:
+    """Nothing set: 127.0.0.1:6380 is asked. No announcement is heard here."""
+    router = net["router"]
+    engine(router, "local")
+    router.start("agent", "register", MENTAT_GROUP="g", MENTAT_OPENAI_API="8000/v1", MENTAT_ANNOUNCE_PORT="0")
+    router.start("serve", MENTAT_ANNOUNCE_PORT="0", **QUICK)
+    until("the model is listed", lambda: models(router) == {"local"})
+    assert answers(router, "local")
+    assert list(router.get("/status.json")["daemons"]) == ["127.0.0.1:6380"]
+
+
+def test_nodes_with_two_addresses(net: dict[str, Host]) -> None:
+    """Each node prefers its fabric, where the router has no leg: the address that they share is taken."""
+    router, nodes = net["router"], (net["a"], net["b"])
+    for place, host in enumerate(nodes, 1):
+        fabric = f"10.77.0.{place}"
+        host.ip("addr", "add", f"{fabric}/24", "dev", "lan0")
+        engine(host, f"m{place}")
+        host.start(
+            "agent", "register",
+            MENTAT_GROUP=host.name, MENTAT_OPENAI_API="8000/v1", MENTAT_MCP_API="9000/mcp",
+            APPLIANCE_AGENT__ADDRESS=fabric,
+        )  # fmt: skip
+    router.start("serve", ALLOWED_SOURCES="local,10.77.", **QUICK)
+    until("both models are listed", lambda: models(router) == {"m1", "m2"})
+    for place, host in enumerate(nodes, 1):
+        assert answers(router, f"m{place}")
+        row = router.get("/status.json")["groups"][host.name]
+        wanted = [f"http://{address}:8000/v1" for address in (host.address, f"10.77.0.{place}")]
+        assert (row["openai"], row["openai_candidates"]) == (wanted[0], wanted)
+        assert row["mcp"] == f"http://{host.address}:9000/mcp"
+    daemons = router.get("/status.json")["daemons"]
+    assert sorted(daemons) == sorted([*(f"{host.address}:6380" for host in nodes), "127.0.0.1:6380"])

@@ -11,6 +11,7 @@ import trio
 from appliance.groups import watch
 from tests.fake_daemon import engine_at, fake_daemon, ok
 from tests.groups_scene import scene, until
+from tests.lan import free_port
 
 SHAPES = ("seed", "mid", "new")
 
@@ -235,9 +236,11 @@ async def test_a_document_that_is_none_is_said_so() -> None:
             assert line["reason"] == "/status is no daemon's document: no object with groups"
 
 
-async def test_a_local_daemon_that_nobody_named_is_not_missed() -> None:
-    async with scene(daemons=["127.0.0.1:6380"]) as found:
-        await until("it was asked", lambda: found.status["daemons"]["127.0.0.1:6380"]["error"])
+async def test_a_local_daemon_that_nobody_named_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setattr("appliance.groups.groups.LOCAL_DAEMON", address)
+    async with scene(daemons=[address]) as found:
+        await until("it was asked", lambda: found.status["daemons"][address]["error"])
         assert found.told("daemon does not answer") == []
 
 
