@@ -399,6 +399,7 @@ def test_the_table_in_the_docs() -> None:
     told = {(int(status), code) for status, code in re.findall(r"^\| (\d{3}) \| `(\w+)` \|", table, re.MULTILINE)}
     own = {(row.status, row.code) for row in ROWS if not row.script or row.code.startswith("upstream")}
     elsewhere = {
+        (403, "source_not_permitted"),
         (408, "request_timeout"), (500, "internal_error"), (503, "model_not_ready"), (503, "queue_full"),
         (503, "displaced"), (503, "buffers_full"), (503, "draining"), (503, "cancelled"), (504, "queue_timeout"),
     }  # fmt: skip
