@@ -432,3 +432,39 @@ def test_lost_never_comes_before_unreachable(lost_after_s: float) -> None:
     scene.cut("a")
     scene.run(19)
     assert scene.world.nodes["a"].state == "ready"
+
+
+def test_a_gpu_that_two_nodes_announce_is_used_by_the_first_until_it_is_lost() -> None:
+    two = [inventory("a", 2), attrs.evolve(inventory("a", 2), node="b")]
+    scene = Scene(two, [model(least=4)])
+    scene.connect("a", "b")
+    scene.run(40)
+    assert [where(scene, each) for each in scene.ready("llama")] == ["a", "a"]
+    [told] = scene.told("gpus_of_two_nodes")
+    assert (told.level, told.fields["node"], told.fields["gpus"]) == ("error", "b", 2)
+    [reason] = [each.reason for each in scene.fleet.explain("llama", scene.now).rejections if each.candidate == "b"]
+    assert "a has announced the same GPU: do two agents run on that machine?" in reason
+
+    scene.cut("a")  # the card was moved to b, it turns out
+    scene.run(100)
+    assert [where(scene, each) for each in scene.ready("llama")] == ["b", "b"]
+    assert [each.level for each in scene.told("gpus_of_two_nodes")] == ["error", "info"]
+
+    scene.connect("a")
+    scene.run(40)
+    assert [where(scene, each) for each in scene.ready("llama")] == ["b", "b"], "and what a still had is stopped"
+    assert not scene.agents["a"].live
+    scene.world.forget("b", scene.now)
+    scene.run(40)
+    assert [where(scene, each) for each in scene.ready("llama")] == ["a", "a"]
+
+
+def test_a_card_that_is_announced_no_more_is_the_other_nodes() -> None:
+    two = [inventory("a", 2), attrs.evolve(inventory("a", 2), node="b")]
+    scene = Scene(two, [model(least=1)])
+    scene.connect("b", "a")
+    scene.world.looked("b", attrs.evolve(two[1], gpus=two[1].gpus[:1]), scene.now)
+    free = {
+        name: [gpu.index for gpu in node.inventory.gpus if gpu.placeable] for name, node in scene.world.nodes.items()
+    }
+    assert free == {"b": [0], "a": [1]}

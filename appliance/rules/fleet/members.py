@@ -39,6 +39,8 @@ class Node:
     session: int = 0
     cordoned: bool = False
     draining_since: float | None = None
+    announced: Inventory = attrs.field(factory=Inventory)
+    """As its agent says; `inventory` is that with what we hold against it."""
     inventory: Inventory = attrs.field(factory=Inventory)
     boot_id: str = ""
     version: str = ""

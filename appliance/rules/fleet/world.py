@@ -21,6 +21,7 @@ from appliance.facts.replica import Shard
 from appliance.facts.report import Report
 from appliance.rules.fleet.actions import Event, Level
 from appliance.rules.fleet.members import Node, Placed
+from appliance.rules.fleet.owners import Owners
 
 REMEMBERED = 100_000
 """Ids of replicas that were given up are kept for nodes that may come back; the oldest go first."""
@@ -43,6 +44,7 @@ class World:
         """Counts everything but mere signs of life."""
         self._cordoned: set[str] = set()
         self._draining: dict[str, float] = {}
+        self._owners = Owners()
 
     # -- what nodes do -------------------------------------------------------------------------------------------------
 
@@ -60,7 +62,8 @@ class World:
             self.tell("info", "node_registered", node=node.name, was=was, for_s=for_s, shards=len(message.reports))
         node.connected, node.heard_at = True, now
         node.session += 1
-        node.inventory, node.port_range = message.inventory, message.port_range
+        node.port_range = message.port_range
+        self._announced(node, message.inventory)
         node.boot_id, node.version, node.clock_off_s = message.boot_id, message.version, clock_off_s
         node.told.clear()
         before = set(node.reports)
@@ -77,7 +80,7 @@ class World:
         """Its hardware has changed."""
         node = self.nodes.get(name)
         if node is not None and node.connected:
-            node.inventory = inventory
+            self._announced(node, inventory)
             self.heard(name, now)
             self._changed(node)
 
@@ -139,6 +142,7 @@ class World:
         if name in self.nodes:
             self._bury(self.nodes[name], f"{name} was taken out of the cluster")
             del self.nodes[name]
+            self._judge_gpus(self._owners.withdraw(name))
             self.tell("info", "node_forgotten", node=name)
             self.changes += 1
         self._cordoned.discard(name)
@@ -165,6 +169,7 @@ class World:
         self.tell("error", "node_lost", node=name, silent_s=silent_s, was=node.state, shards=shards)
         node.state, node.since, node.connected = "lost", now, False
         self._bury(node, f"{name} is lost")
+        self._judge_gpus(self._owners.withdraw(name))
         self._changed(node)
 
     def overslept(self, seconds: float, now: float) -> None:
@@ -232,6 +237,22 @@ class World:
     def _changed(self, node: Node) -> None:
         node.changes += 1
         self.changes += 1
+
+    def _announced(self, node: Node, inventory: Inventory) -> None:
+        node.announced = inventory
+        self._judge_gpus({node.name, *self._owners.announce(node.name, inventory)})
+
+    def _judge_gpus(self, names: Iterable[str]) -> None:
+        """Whose GPUs may be others now, since another node announced them too, or does so no more."""
+        for name in names:
+            node = self.nodes[name]
+            was = sum(any(each.code == "twice" for each in gpu.hindrances) for gpu in node.inventory.gpus)
+            node.inventory = self._owners.judged(name, node.announced)
+            twice = [each.message for gpu in node.inventory.gpus for each in gpu.hindrances if each.code == "twice"]
+            if len(twice) != was:
+                reason = twice[0] if twice else "no other node announces them any more"
+                self.tell("error" if twice else "info", "gpus_of_two_nodes", node=name, gpus=len(twice), reason=reason)
+            self._changed(node)
 
     def _take_in(self, node: Node, report: Report, now: float) -> None:
         shard = report.shard
