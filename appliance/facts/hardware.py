@@ -18,8 +18,8 @@ class Hindrance:
 
     Codes: `ecc` (uncorrected memory errors), `remap` (the card has run out of spare memory rows), `reset` and `reboot`
     (the driver asks for one), `lost` (fell off the bus), `unseen` (known, but the last probe could not see it), `held`
-    (somebody else's memory is on it), `mig` (split into instances), `memory` (how much memory it has is unknown), `twice`
-    (another node announced it first, as the control plane knows).
+    (somebody else's memory is on it), `mig` (split into instances), `memory` (how much memory it has is unknown),
+    `twice` (another node announced it first, as the control plane knows).
     """
 
     code: str
