@@ -320,3 +320,25 @@ async def test_comments_keep_a_slow_stream_open(tmp_path: Path, monkeypatch: pyt
                         break
                 assert (b"[DONE]" in seen) is not fails
                 assert (b'"error"' in seen) is fails
+
+
+async def test_a_request_never_meets_a_connection_that_is_being_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is sent once must not be lost to an engine that closes idle connections: each gets its own."""
+    peers: list[Peer] = []
+
+    async def closes_what_was_idle(asked: Asked, peer: Peer) -> None:
+        if peer in peers:
+            await peer.reset()
+            return
+        peers.append(peer)
+        await peer.send(*streamed(event("a"), DONE))
+
+    async with fake_engine(closes_what_was_idle) as engine, fake_daemon() as daemon:
+        daemon.group("glm", openai=url_of(engine))
+        async with found(monkeypatch, tmp_path, daemon) as door:
+            await served(door)
+            for _ in range(3):
+                assert (await door.ask(chat(stream=True))).status == 200
+            assert len(peers) == 3
