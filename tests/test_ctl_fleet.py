@@ -257,7 +257,8 @@ async def test_a_drain_waits_for_the_replacements(tmp_path: Path, planes: list[S
     async with seen(tmp_path, planes) as at, trio.open_nursery() as nursery:
         nursery.start_soon(at.plane.go_on)
         told = (await at.says("drain", "blue-1")).splitlines()
-        assert told[0] == "blue-1 drains" and told[1].startswith("3 replicas must go: llama.")
+        # The answer is made while the fleet goes on, so the one that has no other place may have left before it.
+        assert told[0] == "blue-1 drains" and re.match("[23] replicas must go: llama[.]", told[1])
         assert told[2] == "each goes on until its replacement serves elsewhere, and is stopped without one in 10 min"
         assert "blue-1 is drained" in told
         # two nodes of the fabric are needed for this one, and there is only one left
@@ -354,7 +355,7 @@ async def test_replicas_tell_which_part_failed_and_what_is_missing(tmp_path: Pat
         ]  # fmt: skip
         assert [(each["model"], each["count"]) for each in document["missing"]] == [("huge", 1)]
         tail = ("loading shards", "RuntimeError: NCCL error")
-        assert f"{wide['id']}: " not in await at.says("replicas")
+        assert f"{wide['id']}: loading\n   rank 0 on blue-2: loading\n" in await at.says("replicas")
         plane.says("wide", "failed", rank=1, reason="it ended by itself", exit="exit status 1", tail=tail)
         words = await at.says("replicas")
         assert "   rank 1 on blue-1: failed: it ended by itself, exit status 1\n" in words

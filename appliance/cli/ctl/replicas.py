@@ -67,19 +67,26 @@ def _row(replica: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _troubles(replica: dict[str, Any]) -> Iterator[Text]:
-    """Why it is not ready, and what its parts say of themselves."""
+    """Why it is not ready, and what its parts say of themselves. One part alone stands for the whole."""
+    parts = replica["shards"]
+    several = len(parts) > 1 and replica["state"] != "ready"
+    said = [shard for shard in parts if several or shard["state"] == "failed" or _adds(shard, replica)]
+    alone = len(parts) == 1 and not replica["why"]
     if replica["why"]:
         yield Text(f"{replica['id']}: {replica['why']}", style="yellow")
-    several = len(replica["shards"]) > 1 and replica["state"] != "ready"
-    for shard in replica["shards"]:
-        failed = shard["state"] == "failed"
-        if not (several or failed or (shard["reason"] and shard["reason"] not in replica["why"])):
-            continue
-        said = ", ".join(each for each in (shard["reason"], shard["exit"]) if each)
-        told = f"   rank {shard['rank']} on {shard['node']}: {shard['state']}{f': {said}' if said else ''}"
-        yield Text(told, style="red" if failed else "yellow")
+    elif said and not alone:
+        yield Text(f"{replica['id']}: {replica['state']}", style="yellow")
+    for shard in said:
+        who = f"{replica['id']}" if alone else f"   rank {shard['rank']}"
+        told = [f"{who} on {shard['node']}", shard["state"], ", ".join(filter(None, (shard["reason"], shard["exit"])))]
+        yield Text(": ".join(filter(None, told)), style="red" if shard["state"] == "failed" else "yellow")
         for line in shard["tail"][-LOG_LINES:]:
             yield Text(f"      | {line}", style="dim")
+
+
+def _adds(shard: dict[str, Any], replica: dict[str, Any]) -> bool:
+    """Whether a part has a reason that the whole has not told already."""
+    return bool(shard["reason"]) and shard["reason"] not in replica["why"]
 
 
 def _missing(missing: list[dict[str, Any]]) -> Iterator[Text]:
