@@ -17,6 +17,7 @@ from appliance.agent.discovery.gpus import GpuProbe
 from appliance.agent.discovery.inventory import Place, gather
 from appliance.agent.discovery.reading import Ours
 from appliance.agent.discovery.writing import BadInventory
+from appliance.agent.unanswered import Questions
 from appliance.facts.hardware import Gpu, Inventory
 from appliance.nursery.news import News
 
@@ -27,22 +28,31 @@ log = structlog.get_logger("machine")
 
 
 class Machine:
-    """Made once; `look` before anything is placed, then `watch` in a nursery."""
+    """Made once; `look` before anything is placed, then `watch` in a nursery. `limit_s` bounds each probe."""
 
-    def __init__(self, place: Place, probe: GpuProbe, ours: Callable[[], Ours]) -> None:
+    def __init__(self, place: Place, probe: GpuProbe, ours: Callable[[], Ours], limit_s: float = 10.0) -> None:
         self.inventory = Inventory(node=place.node, address=place.address, labels=place.labels)
         self.changed = News()
         self._place = place
         self._probe = probe
         self._ours = ours
         self._probing = trio.Lock()
+        self._questions = Questions()
+        self._limit_s = limit_s
         self._notes: tuple[str, ...] = ()
 
     async def look(self) -> None:
         """Look at everything now. Raises `BadInventory` for an unusable inventory file."""
         before = self.inventory
         async with self._probing:
-            found = await gather(self._place, self._probe, ours=self._ours(), previous=before.gpus)
+            found = await gather(
+                self._place,
+                self._probe,
+                ours=self._ours(),
+                previous=before.gpus,
+                limit_s=self._limit_s,
+                questions=self._questions,
+            )
         self.inventory = found
         self._tell_notes(found.notes)
         if placing(found) != placing(before):
@@ -50,7 +60,8 @@ class Machine:
             self.changed.tell()
 
     async def watch(self) -> NoReturn:
-        """Look again and again. A file that was broken meanwhile leaves what was seen before."""
+        """Look again and again. A file that was broken meanwhile leaves what was seen before, and so does a look that
+        fails in a way nobody has thought of: engines that run must not be left alone for it."""
         faulty = ""
         while True:
             await trio.sleep(LOOK_S)
@@ -60,6 +71,10 @@ class Machine:
                 if str(wrong) != faulty:
                     faulty = str(wrong)
                     log.error("inventory file cannot be used, the last one holds", reason=faulty)
+            except Exception as fault:
+                if repr(fault) != faulty:
+                    faulty = repr(fault)
+                    log.error("hardware cannot be looked at, what was seen last holds", exc_info=fault)
             else:
                 faulty = ""
 

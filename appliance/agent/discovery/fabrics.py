@@ -15,6 +15,7 @@ from pathlib import Path
 
 import attrs
 
+from appliance.agent.wording import plain
 from appliance.facts.hardware import Fabric, Gid, Port, Rail, RdmaAdapter
 
 Tree = Mapping[str, str | None]
@@ -37,12 +38,12 @@ def read_tree(root: Path) -> dict[str, str | None]:
                 wanted += _list(port / folder)
         for path in wanted:
             try:
-                tree[str(path.relative_to(root))] = path.read_text("utf-8", "replace").strip()
+                tree[plain(str(path.relative_to(root)))] = path.read_text("utf-8", "replace").strip()
             except FileNotFoundError:
                 continue
             except OSError:
                 # The kernel answers EINVAL for table entries that are not in use.
-                tree[str(path.relative_to(root))] = None
+                tree[plain(str(path.relative_to(root)))] = None
     return tree
 
 

@@ -65,6 +65,11 @@ class GpuProbe:
             nonlocal done
             try:
                 return nvml.read(self.load())
+            except nvml.NoNvml:
+                raise
+            except Exception as fault:
+                # A library of another version than its module fails in ways that have nothing to do with NVML.
+                raise nvml.NoNvml(f"NVML: {type(fault).__name__}: {fault}") from fault
             finally:
                 done, self._stuck = True, False
 

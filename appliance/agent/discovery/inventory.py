@@ -13,7 +13,9 @@ import trio
 from appliance.agent.discovery import cpus, fabrics, interfaces
 from appliance.agent.discovery.gpus import Found, GpuProbe
 from appliance.agent.discovery.reading import Ours, Reading, carry_over, judge
-from appliance.agent.discovery.writing import read_inventory
+from appliance.agent.discovery.writing import BadInventory, read_inventory
+from appliance.agent.unanswered import Questions, Unanswered
+from appliance.agent.wording import visible
 from appliance.facts.hardware import Cpus, Disk, Gpu, Interface, Inventory, Memory
 
 T = TypeVar("T")
@@ -42,16 +44,24 @@ class Place:
 
 
 async def gather(
-    place: Place, probe: GpuProbe, *, ours: Ours | None = None, previous: tuple[Gpu, ...] = (), limit_s: float = 10.0
+    place: Place,
+    probe: GpuProbe,
+    *,
+    ours: Ours | None = None,
+    previous: tuple[Gpu, ...] = (),
+    limit_s: float = 10.0,
+    questions: Questions | None = None,
 ) -> Inventory:
     """What the scheduler sees of this node now.
 
     `previous` are the GPUs of the last inventory, so that a card that fell off the bus is still told of. Each probe has
-    `limit_s`; one that takes longer is left behind in its thread, and the inventory is partial and says so. Raises
-    `writing.BadInventory` for an unusable file, and nothing else.
+    `limit_s`; one that takes longer is left behind in its thread, and the inventory is partial and says so. Whoever
+    looks again and again gives the same `questions`: they know which are left behind. Raises `writing.BadInventory` for
+    an unusable file, and nothing else.
     """
+    questions = questions or Questions()
     if place.inventory_file:
-        return _placed(await _from_file(Path(place.inventory_file)), place)
+        return _placed(await _from_file(Path(place.inventory_file), questions, limit_s), place)
     found: dict[str, Found] = {}
     notes: list[str] = []
 
@@ -61,15 +71,14 @@ async def gather(
     async with trio.open_nursery() as nursery:
         # Beside the others, because it alone may take long.
         nursery.start_soon(gpus)
-        processors = await _bounded("processors", lambda: cpus.cpus(place.root), Cpus(), limit_s, notes)
-        memory = await _bounded("memory", lambda: cpus.memory(place.root), Memory(), limit_s, notes)
-        disk = await _bounded(
-            f"the disk of {place.models}", lambda: cpus.disk(Path(place.models)), Disk(place.models), limit_s, notes
-        )
+        ask = _Asking(questions, limit_s, notes)
+        processors = await ask("processors", lambda: cpus.cpus(place.root), Cpus())
+        memory = await ask("memory", lambda: cpus.memory(place.root), Memory())
+        disk = await ask(f"the disk of {place.models}", lambda: cpus.disk(Path(place.models)), Disk(place.models))
         nothing: dict[str, str | None] = {}
-        tree = await _bounded("RDMA adapters", lambda: fabrics.read_tree(place.infiniband), nothing, limit_s, notes)
+        tree = await ask("RDMA adapters", lambda: fabrics.read_tree(place.infiniband), nothing)
         nowhere: tuple[Interface, ...] = ()
-        networks = await _bounded("interfaces", lambda: interfaces.interfaces(place.root), nowhere, limit_s, notes)
+        networks = await ask("interfaces", lambda: interfaces.interfaces(place.root), nowhere)
     adapters = fabrics.parse(tree)
     backend, reading = found["gpus"].backend, found["gpus"].reading
     return _placed(
@@ -82,7 +91,7 @@ async def gather(
             adapters=adapters,
             fabrics=fabrics.fabrics(adapters, place.fabric),
             interfaces=networks,
-            notes=(*reading.notes, *notes),
+            notes=tuple(map(visible, (*reading.notes, *notes))),
             partial=reading.partial or bool(notes),
         ),
         place,
@@ -107,13 +116,27 @@ def _placed(inventory: Inventory, place: Place) -> Inventory:
     )
 
 
-async def _bounded(what: str, read: Callable[[], T], otherwise: T, limit_s: float, notes: list[str]) -> T:
-    """What `read` returns, in a thread; `otherwise`, and a note, when it takes longer than `limit_s`."""
-    with trio.move_on_after(limit_s):
-        return await trio.to_thread.run_sync(read, abandon_on_cancel=True)
-    notes.append(f"{what}: no answer within {limit_s:g} s")
-    return otherwise
+@attrs.frozen
+class _Asking:
+    """Probes one after the other, each with `limit_s`; one that does not answer leaves a note and is not joined by a
+    second one."""
+
+    questions: Questions
+    limit_s: float
+    notes: list[str]
+
+    async def __call__(self, what: str, read: Callable[[], T], otherwise: T) -> T:
+        try:
+            return await self.questions.ask(what, read, self.limit_s)
+        except Unanswered as silent:
+            self.notes.append(str(silent))
+        except OSError as broken:
+            self.notes.append(f"{what}: {broken.strerror}")
+        return otherwise
 
 
-async def _from_file(path: Path) -> Inventory:
-    return await trio.to_thread.run_sync(read_inventory, path)
+async def _from_file(path: Path, questions: Questions, limit_s: float) -> Inventory:
+    try:
+        return await questions.ask(str(path), lambda: read_inventory(path), limit_s)
+    except Unanswered as silent:
+        raise BadInventory(str(silent)) from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from appliance.agent.discovery.reading import Reading, short_bus_id
+from appliance.agent.wording import visible
 from appliance.facts.hardware import MIB, Gpu, Hindrance, Holder
 
 GPU_FIELDS = (
@@ -83,8 +84,10 @@ def parse_nvlink(text: str) -> dict[int, int] | None:
     lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.split()]
     if not lines:
         return None
-    columns = [int(word[3:]) for word in lines[0] if re.fullmatch(r"GPU\d+", word)]
-    rows = {int(line[0][3:]): line[1 : 1 + len(columns)] for line in lines[1:] if re.fullmatch(r"GPU\d+", line[0])}
+    columns = [int(word[3:]) for word in lines[0] if re.fullmatch(r"GPU[0-9]{1,4}", word)]
+    rows = {
+        int(line[0][3:]): line[1 : 1 + len(columns)] for line in lines[1:] if re.fullmatch(r"GPU[0-9]{1,4}", line[0])
+    }
     if not columns or set(rows) != set(columns) or any(len(row) != len(columns) for row in rows.values()):
         return None
     domain = {index: index for index in columns}
@@ -92,7 +95,7 @@ def parse_nvlink(text: str) -> dict[int, int] | None:
         for other, how in zip(columns, row, strict=True):
             if how == "X" and index == other:
                 continue
-            if not re.fullmatch(r"NV\d+|SYS|NODE|PHB|PXB|PIX", how):
+            if not re.fullmatch(r"NV[0-9]{1,3}|SYS|NODE|PHB|PXB|PIX", how):
                 return None
             if how.startswith("NV"):
                 low, high = sorted((domain[index], domain[other]))
@@ -101,7 +104,7 @@ def parse_nvlink(text: str) -> dict[int, int] | None:
 
 
 def _row(line: str) -> Gpu | None:
-    fields = [field.strip() for field in line.split(",")]
+    fields = [field.strip() for field in visible(line).split(",")]
     if len(fields) != len(GPU_FIELDS):
         return None
     index, uuid, name, total, used, busy, capability, ecc, mig, bus_id = fields

@@ -14,7 +14,9 @@ from typing import Any
 import attrs
 import msgspec
 
+from appliance.agent.discovery.plausible import faults
 from appliance.agent.discovery.reading import describe
+from appliance.agent.wording import plain, visible
 from appliance.facts.hardware import (
     GIB,
     Cpus,
@@ -67,10 +69,15 @@ def read_inventory(path: Path) -> Inventory:
         document = tomllib.loads(text) if path.suffix == ".toml" else msgspec.json.decode(text)
     except OSError as broken:
         raise BadInventory(f"{path}: cannot be read: {broken.strerror}") from broken
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as wrong:
+    except RecursionError:
+        raise BadInventory(f"{path}: it is nested too deeply") from None
+    except ValueError as wrong:
+        # Not TOML, not JSON, not text, or a figure of thousands of digits.
         raise BadInventory(f"{path}: {wrong}") from wrong
     try:
         return parse_inventory(document)
+    except RecursionError:
+        raise BadInventory(f"{path}: it is nested too deeply") from None
     except BadInventory as wrong:
         raise BadInventory(f"{path}: {wrong}") from wrong
 
@@ -84,9 +91,11 @@ def parse_inventory(document: Any) -> Inventory:
     if version != VERSION:
         raise BadInventory(f"version: expected {VERSION}")
     document.setdefault("gpu_backend", "file")
-    faults = list(_unknown_keys(document, Inventory, ""))
-    if faults:
-        raise BadInventory("; ".join(faults))
+    wrong_keys = list(_unknown_keys(document, Inventory, ""))
+    if wrong_keys:
+        raise BadInventory(plain("; ".join(wrong_keys)))
+    if wrong_values := list(faults(document)):
+        raise BadInventory("; ".join(wrong_values))
     if isinstance(document.get("gpus"), list):
         document["gpus"] = [_with_defaults(each, at, document) for at, each in enumerate(document["gpus"])]
     try:
@@ -124,7 +133,7 @@ def to_lines(inventory: Inventory) -> list[str]:
         for port in adapter.ports:
             if port.why_not:
                 lines.append(f"          {adapter.name} port {port.number} left out: {port.why_not}")
-    lines += [f"note      {note}" for note in inventory.notes]
+    lines += [f"note      {visible(note)}" for note in inventory.notes]
     if inventory.partial:
         lines.append("partial   there may be more here than could be seen")
     return lines
