@@ -332,3 +332,43 @@ async def test_the_better_address_is_tried_again_in_time() -> None:
                 assert better.hits == 0
                 found.later(61)
                 await until("the best is used", lambda: found.status["groups"]["glm"]["openai"] == best)
+
+
+LISTED = json.dumps({"data": [{"id": "m"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(LISTED), LISTED),
+        b"HTTP/1.1 200 OK\r\n\r\n" + LISTED,
+        b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n" + LISTED,
+        b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b"
+        % (len(LISTED), LISTED),
+    ],
+)
+async def test_answers_of_every_length(answer: bytes) -> None:
+    async with engine_at("m") as engine, fake_daemon() as daemon:
+        engine.answer = lambda _: answer
+        daemon.group("glm", openai=engine.url)
+        async with scene(daemons=[daemon.address]) as found:
+            await found.serving("m")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (ok(b"[" + b" " * 5000 + b"]"), "more than 4096 bytes"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 5000, "more than 4096 bytes"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, "the answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{}", "connection closed within the answer"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "the answer is not HTTP"),
+    ],
+)
+async def test_answers_are_bounded(answer: bytes, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.groups.ask.MOST_BYTES", 4096)
+    async with engine_at("m") as engine, fake_daemon() as daemon:
+        engine.answer = lambda _: answer
+        daemon.group("glm", openai=engine.url)
+        async with scene(daemons=[daemon.address]) as found:
+            await found.gated("glm", f"endpoint probe failed: {engine.url}: {error}")

@@ -115,6 +115,8 @@ async def _head(stream: trio.abc.Stream, received: bytes) -> tuple[ResponseHead,
 async def _body(stream: trio.abc.Stream, head: ResponseHead, received: bytes) -> bytes:
     chunked = Chunked() if head.chunked else None
     length = head.length
+    if length is not None and length > MOST_BYTES:
+        raise AskFailed(f"more than {MOST_BYTES} bytes")
     body = bytearray()
     more = received
     while True:
