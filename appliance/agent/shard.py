@@ -400,7 +400,8 @@ class ShardTree:
         reasons = [ending.reason] if ending.reason else []
         if was in ("starting", "loading") and ending.state == "failed":
             foreign = await trio.to_thread.run_sync(sockets.listened_on, self.record.ports)
-            reasons += [f"another process listens on its port {port}" for port in sorted(foreign)[:1]]
+            told = [f"another process listens on its port {port}" for port in sorted(foreign)[:1]]
+            reasons += [each for each in told if each not in reasons]
         if self.shard.gpus and self._node.read_gpus is not None and self._handles:
             reasons += await gpumemory.wait_until_back(
                 self._node.read_gpus, self.shard.gpus, self.record.used_bytes, self._node.memory_wait_s
