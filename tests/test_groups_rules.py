@@ -146,6 +146,12 @@ def test_the_newer_shape() -> None:
         ({"services": {"openai": "http://x:99999"}}, None),
         ({"services": {"openai": "http://0.0.0.0/v1"}}, None),
         ({"services": []}, None),
+        ({"services": {"openai": "http://x:1/a b"}}, None),
+        ({"services": {"openai": "http://x:1/v1?k=v"}}, None),
+        ({"services": {"openai": "http://x y:1/v1"}}, None),
+        ({"services": {"openai": {"port": 1, "path": "/v1\r\nx: y"}}}, None),
+        ({"services": {"openai": {"port": 1, "path": "/v1 HTTP/1.1"}}}, None),
+        ({"services": {"openai": {"port": 1, "host": "h/evil", "path": "/v1"}}}, None),
         ({}, None),
     ],
 )
@@ -186,6 +192,11 @@ def test_no_odd_value_hides_the_rest(whole: dict[str, Any], data: st.DataObject)
     target[path[-1]] = data.draw(JUNK)
     other = merged(broken)["other"]
     assert (other.agents_alive, other.actors_running, other.announces) == (1, 1, True)
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\nb", "x" * 201, "\x1b[31m"])
+def test_names_that_no_log_could_hold(name: str) -> None:
+    assert read_view(document({name: {}, "ok": {}})).groups.keys() == {"ok"}
 
 
 def test_replicas_that_want_a_key_are_left_out() -> None:

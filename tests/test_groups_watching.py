@@ -372,3 +372,29 @@ async def test_answers_are_bounded(answer: bytes, error: str, monkeypatch: pytes
         daemon.group("glm", openai=engine.url)
         async with scene(daemons=[daemon.address]) as found:
             await found.gated("glm", f"endpoint probe failed: {engine.url}: {error}")
+
+
+async def test_an_engine_cannot_fill_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.groups.probe.MOST_MODELS", 3)
+    async with engine_at("a", "x" * 501, "b", "c") as engine, fake_daemon() as daemon:
+        daemon.group("glm", openai=engine.url)
+        async with scene(daemons=[daemon.address]) as found:
+            await found.serving("a", "b")
+
+
+async def test_a_fault_of_ours_ends_neither_the_router_nor_the_other_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.groups.groups.PAUSE_S", 0.02)
+    read_view = watch.read_view
+
+    def breaks(document: object) -> object:
+        if isinstance(document, dict) and document.get("node_id") == "bad":
+            raise ZeroDivisionError("an odd document")
+        return read_view(document)
+
+    monkeypatch.setattr(watch, "read_view", breaks)
+    async with engine_at("m") as engine, fake_daemon(node_id="bad") as bad, fake_daemon() as daemon:
+        daemon.group("glm", openai=engine.url)
+        async with scene(daemons=[bad.address, daemon.address]) as found:
+            await found.serving("m")
+            await until("it is read again and again", lambda: bad.reads > 3)
+            assert len(found.told("fault while finding groups")) == 1

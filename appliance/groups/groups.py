@@ -33,12 +33,13 @@ from ..wire import datagram
 from ..wire.interfaces import networks
 from .listen import Listener
 from .probe import probe_in_order
-from .watch import Watch
+from .watch import PAUSE_S, Watch
 
 LOOK_S = 1.0
 NETWORKS_S = 1.0
 """How long the list of own networks is believed."""
 MOST_GROUPS = 1024
+MOST_FAULTS = 20
 MOST_STANDINGS = 2 * MOST_GROUPS
 """Groups that are remembered, those that are gone included."""
 
@@ -100,6 +101,7 @@ class Groups:
         self._nursery: trio.Nursery | None = None
         self._watches: dict[Daemon, trio.CancelScope] = {}
         self._probers: dict[str, Prober] = {}
+        self._faults: set[str] = set()
 
     # -- for whoever routes ------------------------------------------------------------------------------------------
 
@@ -180,33 +182,47 @@ class Groups:
             task_status.started()
             while True:
                 await trio.sleep(LOOK_S)
-                self._settle()
+                try:
+                    self._settle()
+                except Exception as fault:
+                    self._survive("a look at all groups", fault)
         raise AssertionError("it ends only by cancellation")
 
     async def _watch(self, daemon: Daemon, scope: trio.CancelScope) -> None:
         with scope:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            await Watch(daemon, self.settings.poll_interval_s, self._took, self._lost).run()
+            while True:
+                await trio.lowlevel.checkpoint_if_cancelled()
+                try:
+                    await Watch(daemon, self.settings.poll_interval_s, self._took, self._lost).run()
+                except Exception as fault:
+                    self._survive(f"daemon {daemon.address}", fault)
+                await trio.sleep(PAUSE_S)
 
     async def _probe(self, name: str, prober: Prober) -> None:
         """Probe one group for ever: at once when daemons say something new of it, else at its interval."""
-        settings = self.settings
         with prober.scope:
-            await trio.lowlevel.checkpoint_if_cancelled()
             while True:
+                await trio.lowlevel.checkpoint_if_cancelled()
                 prober.news = trio.Event()  # from here on: what is heard while it probes is about the next probe
-                group = self._groups[name]
-                order = self._standings[name].order(group, self._clock(), settings.promote_s)
-                if order:
-                    base, entries, errors = await probe_in_order(order, settings.probe_timeout_s)
-                    group = self._groups.get(name, group)
-                    if base and base in group.candidates:
-                        self._standings[name].answered(group, base, entries, self._clock())
-                    elif not base and order[0] in group.candidates:
-                        self._standings[name].failed(errors)
-                    self._settle()
-                with trio.move_on_after(settings.probe_interval_s):
+                try:
+                    await self._probe_once(name)
+                except Exception as fault:
+                    self._survive(f"group {name}", fault)
+                with trio.move_on_after(self.settings.probe_interval_s):
                     await prober.news.wait()
+
+    async def _probe_once(self, name: str) -> None:
+        group = self._groups[name]
+        order = self._standings[name].order(group, self._clock(), self.settings.promote_s)
+        if not order:
+            return
+        base, entries, errors = await probe_in_order(order, self.settings.probe_timeout_s)
+        group = self._groups.get(name, group)
+        if base and base in group.candidates:
+            self._standings[name].answered(group, base, entries, self._clock())
+        elif not base and order[0] in group.candidates:
+            self._standings[name].failed(errors)
+        self._settle()
 
     # -- what is heard -----------------------------------------------------------------------------------------------
 
@@ -329,6 +345,14 @@ class Groups:
         for name in [name for name in self._told_why if name not in why]:
             if self._told_why.pop(name) == "":
                 log.warning("group is gone", group=name)
+
+    def _survive(self, where: str, fault: Exception) -> None:
+        """What a daemon says must not end a router that serves: a fault of ours ends the step it happened in. Told
+        once."""
+        what = repr(fault)[:200]
+        if what not in self._faults and len(self._faults) < MOST_FAULTS:
+            self._faults.add(what)
+            log.error("fault while finding groups", where=where, exc_info=fault)
 
     # -- small steps -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,10 @@ from typing import Any
 
 from .ask import AskFailed, ask_json
 
+MOST_MODELS = 1000
+MOST_NAME = 500
+"""Of one engine: models, and characters in the name of one. Whoever announces must not fill the table."""
+
 Entries = dict[str, dict[str, Any]]
 
 
@@ -15,8 +19,8 @@ async def probe(base: str, within_s: float) -> Entries:
     data = value.get("data") if isinstance(value, dict) else None
     return {
         row["id"]: row
-        for row in (data if isinstance(data, list) else ())
-        if isinstance(row, dict) and isinstance(row.get("id"), str) and row["id"]
+        for row in (data[:MOST_MODELS] if isinstance(data, list) else ())
+        if isinstance(row, dict) and isinstance(row.get("id"), str) and 0 < len(row["id"]) <= MOST_NAME
     }
 
 

@@ -7,10 +7,17 @@ a machine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from ...facts.groups import AgentRow, GroupRow, PeerRow, Service, View
+
+MOST_NAME = 200
+"""Characters in a group's name."""
+_HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
+_VISIBLE = re.compile(r"[!-~]{1,2000}")
+"""An address goes into requests as it is, so nothing that could end a line of one may be in it."""
 
 OPEN_HOSTS = ("", "0.0.0.0", "::", "[::]")
 """Hosts that leave open which address of the node it is."""
@@ -35,10 +42,15 @@ def read_view(document: object) -> View:
         {
             name: _group(name, row)
             for name, row in document["groups"].items()
-            if name and isinstance(row, dict) and name not in keyed
+            if _is_name(name) and isinstance(row, dict) and name not in keyed
         },
         isinstance(document.get("appliance"), dict),
     )
+
+
+def _is_name(text: str) -> bool:
+    """Whether a text can stand in logs, labels and tables as the name of something."""
+    return 0 < len(text) <= MOST_NAME and text.isprintable() and text == text.strip()
 
 
 def _keyed(document: Document) -> frozenset[str]:
@@ -85,9 +97,10 @@ def _rows(rows: object) -> Iterator[tuple[str, Document]]:
 
 
 def _agent(key: str, row: Document) -> AgentRow:
-    return AgentRow(
-        key, row.get("alive") is True, _text(row.get("node_ip")), _service("openai", row), _service("mcp", row)
-    )
+    openai = _service("openai", row)
+    if openai is not None and set(openai.url + openai.path) & set("?#"):
+        openai = None  # paths are joined to it
+    return AgentRow(key, row.get("alive") is True, _text(row.get("node_ip")), openai, _service("mcp", row))
 
 
 def _service(name: str, row: Document) -> Service | None:
@@ -112,11 +125,11 @@ def _from_url(text: str, provider: str, note: str) -> Service | None:
         host, port = url.hostname or "", url.port
     except ValueError:
         return None
-    if url.scheme not in ("http", "https") or url.username is not None:
+    if url.scheme not in ("http", "https") or url.username is not None or not _VISIBLE.fullmatch(text):
         return None
     if host in OPEN_HOSTS:
         return Service("", port, url.path, provider, note) if port else None
-    return Service(text, 0, "", provider, note)
+    return Service(text, 0, "", provider, note) if _HOST.fullmatch(host) else None
 
 
 def _from_object(said: Document, provider: str, note: str) -> Service | None:
@@ -125,8 +138,12 @@ def _from_object(said: Document, provider: str, note: str) -> Service | None:
         return None
     if path and not path.startswith("/"):
         path = f"/{path}"
+    if path and not _VISIBLE.fullmatch(path):
+        return None
     if host in OPEN_HOSTS:
         return Service("", port, path, provider, note)
+    if not _HOST.fullmatch(host.strip("[]")):
+        return None
     return _from_url(f"http://{_bracketed(host)}:{port}{path}", provider, note)
 
 
