@@ -269,3 +269,15 @@ def test_who_asked_while_the_control_plane_settled_is_heard_when_it_has() -> Non
     scene.demand["llama"] = Demand(waiting=1, asked_at=scene.now)
     assert scene.tick(scene.fleet.settings.settle_s - 1) == 0
     assert scene.tick() == 1
+
+
+def test_an_operator_who_lets_go_leaves_what_runs() -> None:
+    scene = Scene([inventory("a")], [model(least=0, most=4)])
+    scene.connect("a")
+    scene.run(30)
+    scene.fleet.scale("llama", 2, scene.now)
+    scene.run(30)
+    scene.fleet.scale("llama", None, scene.now)
+    assert (scene.fleet.wanted("llama"), scene.fleet.because("llama")) == (2, "as many were running")
+    scene.run(5)
+    assert len(scene.ready("llama")) == 2

@@ -148,7 +148,10 @@ class Fleet:
             raise KeyError(model)
         before = self.wanted(model)
         if replicas is None:
-            self.overrides.pop(model, None)
+            if self.overrides.pop(model, None) is not None and model in self.scalers:
+                # What was wanted before an operator spoke is long over: it goes on from what there is.
+                team = self.teams.get(model) or Team()
+                self.scalers[model] = begin(self.models[model].scaling, team.alive, now)
         else:
             self.overrides[model] = replicas
         told = {"wanted": self.wanted(model), "before": before, "because": self.because(model)}
