@@ -213,3 +213,20 @@ async def test_one_kind_from_everywhere_is_told_of_so_many_sources_only() -> Non
         lines: list[Any] = found.told("announce_rejected")
         assert len(lines) == MOST_SOURCES
         assert "more" in lines[-1]
+
+
+async def test_a_fault_of_ours_does_not_end_the_ear(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = datagram.read
+
+    def breaks(data: bytes) -> Any:
+        if data == b"odd":
+            raise ZeroDivisionError
+        return read(data)
+
+    monkeypatch.setattr(datagram, "read", breaks)
+    async with fake_daemon() as daemon, scene(udp=True) as found:
+        for _ in range(3):
+            send(b"odd", port_of(found))
+        daemon.announce(port_of(found))
+        await until("the next one is heard", lambda: found.status["daemons"])
+        assert len(found.told("fault while finding groups")) == 1

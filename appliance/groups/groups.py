@@ -227,6 +227,12 @@ class Groups:
     # -- what is heard -----------------------------------------------------------------------------------------------
 
     def _heard(self, data: bytes, source: str) -> None:
+        try:
+            self._hear(data, source)
+        except Exception as fault:
+            self._survive("an announcement", fault)
+
+    def _hear(self, data: bytes, source: str) -> None:
         found = self._reception.judge(datagram.read(data), source, self._networks(), self._wall())
         if isinstance(found, Told):
             _say(found)
