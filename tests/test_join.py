@@ -465,7 +465,11 @@ async def test_a_control_plane_does_not_join_another_cluster_in_the_same_folder(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("control", "https://box:1"), ("control", "box"), ("name", "a b"), ("root", "sha256:12"), ("root", "")],
+    [
+        *(("control", value) for value in ("https://box:1", "box", "wss://[::1", "")),
+        *(("name", value) for value in ("a b", "")),
+        *(("root", value) for value in ("sha256:12", "")),
+    ],
 )
 async def test_options_that_are_no_options_are_wrong_usage(
     cluster: Cluster, tmp_path: Path, option: str, value: str
@@ -473,5 +477,6 @@ async def test_options_that_are_no_options_are_wrong_usage(
     node = machine(tmp_path, "node")
     done = await node.run(*await cluster.invite("node-a", **{option: value}))
     assert done.status == 2
-    assert f"--{option}" in done.line
+    wanted = {"control": "wss://host:port", "name": "at most 63 letters", "root": "sha256: and 64 hexadecimal"}
+    assert f"--{option}: expected {wanted[option]}" in done.line
     assert node.written() == {}

@@ -12,7 +12,7 @@ import pwd
 import stat
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 import click
@@ -68,14 +68,8 @@ def join(
     from ..wire import certificates
     from .rootcall import CannotJoin, Control, ask_to_sign, fetch_root
 
-    try:
-        url, name = control_url(url), word(name)
-    except Mismatch as wrong:
-        raise click.UsageError(
-            f"--control or --name: expected {wrong or 'wss://host:port, and a plain name'}."
-        ) from None
-    if not url or not name:
-        raise click.UsageError("--control and --name: expected wss://host:port and the name of this node.")
+    url = _as_form("--control", control_url, url, "wss://host:port, as 'ctl node add' printed it")
+    name = _as_form("--name", word, name, "at most 63 letters, digits and . _ -, a letter or digit first")
     if not certificates.is_fingerprint(expected.lower()):
         raise click.UsageError("--root: expected sha256: and 64 hexadecimal digits.")
     expected = expected.lower()
@@ -278,3 +272,14 @@ def _user() -> str:
 
 def _day(moment: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(moment))
+
+
+def _as_form(option: str, form: Callable[[str], str], text: str, expected: str) -> str:
+    """The value of an option that must not be empty. Raises UsageError."""
+    try:
+        value = form(text)
+    except Mismatch as wrong:
+        raise click.UsageError(f"{option}: expected {str(wrong) or expected}, got '{text[:80]}'.") from None
+    if not value:
+        raise click.UsageError(f"{option}: expected {expected}.")
+    return value
