@@ -218,6 +218,17 @@ async def test_a_router_that_looks_for_no_groups_has_its_own_tool(
         assert json.loads(await router.text("serve_status")) == await router.status()
 
 
+async def test_nothing_is_left_to_load_while_streams_wait() -> None:
+    """The first client of a tool server is made in the loop, which must not import meanwhile."""
+    program = (
+        "import sys; from appliance.cli import toolservers; assert 'httpx' not in sys.modules; toolservers._load();"
+        "from appliance.mcp.exchange import open_client; known = set(sys.modules); open_client('http://x');"
+        "print(*(set(sys.modules) - known))"
+    )
+    done = await trio.run_process([sys.executable, "-c", program], capture_stdout=True)
+    assert done.stdout.split() == []
+
+
 async def test_credentials_of_clients_stay_at_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     shown = {

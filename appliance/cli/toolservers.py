@@ -89,7 +89,9 @@ class ToolServers:
 
 
 def _load() -> None:
-    from ..mcp import merge, serve  # noqa: F401 - for what loading leaves behind
+    from ..mcp import exchange, merge, serve  # noqa: F401 - for what loading leaves behind
+
+    exchange.open_client("http://localhost")  # httpx loads most of itself when the first one is made
 
 
 def _columns(row: Mapping[str, object]) -> dict[str, object]:
