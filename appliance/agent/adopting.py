@@ -14,6 +14,7 @@ and it holds a GPU and ports. Nothing without our word is touched.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import attrs
 
@@ -40,22 +41,22 @@ class Sorted:
     troubles: tuple[str, ...] = ()
 
 
-def sort_out(store: Store) -> Sorted:
-    """Adopt or kill. Blocks; takes up to GONE_S seconds for those that do not die. Raises OSError when processes cannot
-    be looked at: an agent that cannot see what runs must not judge it."""
+def sort_out(store: Store, check: Callable[[], None] = lambda: None) -> Sorted:
+    """Adopt or kill. Blocks; takes up to GONE_S seconds for those that do not die; `check` is called meanwhile and may
+    raise. Raises OSError when processes cannot be looked at: an agent that cannot see what runs must not judge it."""
     records, troubles = store.read_all()
     found: list[Found] = []
     try:
         for record in records:
             found.append(_find(record, store))
-        return _sort_out(store, found, troubles)
+        return _sort_out(store, found, troubles, check)
     except BaseException:
         for handle in (handle for each in found for handle in each.handles):
             handle.close()
         raise
 
 
-def _sort_out(store: Store, found: list[Found], troubles: list[str]) -> Sorted:
+def _sort_out(store: Store, found: list[Found], troubles: list[str], check: Callable[[], None]) -> Sorted:
     kept = {each.record.marker for each in found if each.handles}
     killed: list[int] = []
     until = time.monotonic() + GONE_S
@@ -64,6 +65,7 @@ def _sort_out(store: Store, found: list[Found], troubles: list[str]) -> Sorted:
         if time.monotonic() > until:
             troubles.append(f"not gone after SIGKILL: {', '.join(f'pid {pid}' for pid in left)}")
             break
+        check()
         time.sleep(0.02)
     return Sorted(tuple(found), tuple(killed), tuple(troubles))
 

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from appliance.agent import procfs
@@ -19,8 +20,9 @@ class StateInUse(Exception):
     """Another agent owns the state directory; the text names its pid."""
 
 
-def own(path: Path) -> int:
-    """Hold the lock for as long as the descriptor is open. Raises StateInUse, and OSError.
+def own(path: Path, check: Callable[[], None] = lambda: None) -> int:
+    """Hold the lock for as long as the descriptor is open. Raises StateInUse, and OSError; `check` is called while it
+    waits, and may raise.
 
     A child of an agent that was killed has the descriptor too, from its fork until it becomes the engine; it is waited
     for. That it must have let go has another use: from then on no process of ours is without its marker.
@@ -38,6 +40,11 @@ def own(path: Path) -> int:
                 os.close(descriptor)
                 where = path.parent.parent
                 raise StateInUse(f"the state directory {where} is in use by another agent (pid {pid})") from None
+            try:
+                check()
+            except BaseException:
+                os.close(descriptor)
+                raise
             time.sleep(0.01)
     # A full disk, or one that went read-only, costs the name and not the lock.
     with contextlib.suppress(OSError):

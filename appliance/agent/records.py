@@ -25,7 +25,7 @@ import re
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -157,12 +157,12 @@ class Store:
         self.word = ""
         self.boot = ""
 
-    def open(self) -> None:
-        """Make the folders, own them, and learn the word. Blocks on the disk."""
+    def open(self, check: Callable[[], None] = lambda: None) -> None:
+        """Make the folders, own them, and learn the word. Blocks on the disk; `check` as of `ownership.own`."""
         for folder in (self._shards, self._logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_private(folder)
-        self._lock = own(self._shards / "lock")
+        self._lock = own(self._shards / "lock", check)
         try:
             self.boot = procfs.boot_id()
             self._learn_word(self._shards / "word")

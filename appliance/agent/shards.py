@@ -98,10 +98,11 @@ class Shards:
         `ownership.StateInUse` when another agent owns the state directory; OSError when it cannot be written, and when
         processes cannot be looked at.
         """
-        await trio.to_thread.run_sync(self._store.open)
+        # Not left behind when cancelled: such a thread would go on killing what the next agent starts.
+        await trio.to_thread.run_sync(self._store.open, trio.from_thread.check_cancelled)
         try:
             self._node.scope = await find_scope(self._booted)
-            self.sorted = await trio.to_thread.run_sync(sort_out, self._store)
+            self.sorted = await trio.to_thread.run_sync(sort_out, self._store, trio.from_thread.check_cancelled)
         except BaseException:
             self._store.close()
             raise

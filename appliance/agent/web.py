@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import resource
 import socket
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,17 +22,30 @@ from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection
 
 from appliance.agent.events import Board
 from appliance.agent.status import one_group, without_tails
+from appliance.agent.wording import to_json
 from appliance.wire.head import BadHead, RequestHead, check_beginning, end_of_head, read_request
 
 HEAD_S = 10.0
 WRITE_S = 30.0
 PING_S = 15.0
 PONG_S = 30.0
-MOST_CONNECTIONS = 512
+MOST_CONNECTIONS = 256
+"""At one time, listeners apart; one more, and the oldest is closed. An honest request is over within milliseconds, so
+it is not the one that has been open for longest."""
+
+MOST_LISTENERS = 128
+"""Who holds `/events` open; one more is told to ask for `/status`."""
 
 _JSON = b"application/json"
 _TEXT = b"text/plain; charset=utf-8"
-_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 405: b"Method Not Allowed", 426: b"Upgrade Required"}
+_REASONS = {
+    200: b"OK",
+    400: b"Bad Request",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    426: b"Upgrade Required",
+    503: b"Busy",
+}
 _PATHS = ("/status", "/events", "/metrics", "/healthz")
 
 Render = Callable[[str], tuple[bytes, str]]
@@ -46,7 +60,10 @@ class Site:
         self._board = board
         self._make_render = render
         self._render: Render | None = None
-        self._room = trio.CapacityLimiter(MOST_CONNECTIONS)
+        # Descriptors are needed for engines too.
+        self._most = min(MOST_CONNECTIONS, max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._brief: dict[trio.SocketStream, trio.CancelScope] = {}
+        self._listeners = 0
 
     async def serve(
         self, sockets: Iterable[socket.socket], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -58,26 +75,25 @@ class Site:
 
     async def _connection(self, stream: trio.SocketStream) -> None:
         """One connection from its beginning to its end. Nothing that happens on it reaches the others."""
-        try:
-            self._room.acquire_on_behalf_of_nowait(stream)
-        except trio.WouldBlock:
-            await trio.aclose_forcefully(stream)
-            return
-        try:
-            await self._answer(stream)
-        except (
-            trio.BrokenResourceError,
-            trio.ClosedResourceError,
-            ConnectionClosed,
-            HandshakeError,
-            trio.TooSlowError,
-        ):
-            return  # that client has left, or does not read
-        except Exception as error:
-            log.error("request failed", exc_info=error)
-        finally:
-            self._room.release_on_behalf_of(stream)
-            await trio.aclose_forcefully(stream)
+        with trio.CancelScope() as brief:
+            while len(self._brief) >= self._most:
+                self._brief.pop(next(iter(self._brief))).cancel()
+            self._brief[stream] = brief
+            try:
+                await self._answer(stream)
+            except (
+                trio.BrokenResourceError,
+                trio.ClosedResourceError,
+                ConnectionClosed,
+                HandshakeError,
+                trio.TooSlowError,
+            ):
+                return  # that client has left, or does not read
+            except Exception as error:
+                log.error("request failed", exc_info=error)
+            finally:
+                self._brief.pop(stream, None)
+                await trio.aclose_forcefully(stream)
 
     async def _answer(self, stream: trio.SocketStream) -> None:
         try:
@@ -111,13 +127,24 @@ class Site:
         asked = parse_qs(head.query.decode("latin-1")).get("group")
         if asked:
             whole = one_group(whole, asked[-1])
-        return msgspec.json.encode(whole if own else without_tails(whole)), _JSON
+        return to_json(whole if own else without_tails(whole)), _JSON
 
     async def _events(self, stream: trio.SocketStream, head: RequestHead, received: bytes) -> None:
         if head.by_name.get(b"upgrade", b"").lower() != b"websocket" or b"sec-websocket-key" not in head.by_name:
             fields = (b"upgrade: websocket",)
             await _send(stream, 426, _JSON, _error("/events is a WebSocket; /status is the document"), fields)
             return
+        if self._listeners >= min(MOST_LISTENERS, self._most):
+            await _send(stream, 503, _JSON, _error("too many listen already; /status is the document"))
+            return
+        self._brief.pop(stream, None)
+        self._listeners += 1
+        try:
+            await self._listen(stream, received)
+        finally:
+            self._listeners -= 1
+
+    async def _listen(self, stream: trio.SocketStream, received: bytes) -> None:
         own = _is_loopback(stream)
         async with trio.open_nursery() as nursery:
             # Caught in here: out of a nursery they would come as a group.
@@ -159,7 +186,7 @@ async def _discard(client: WebSocketConnection, connection: trio.CancelScope) ->
 
 async def _message(client: WebSocketConnection, document: dict[str, Any]) -> None:
     with trio.fail_after(WRITE_S):
-        await client.send_message(msgspec.json.encode(document).decode())
+        await client.send_message(to_json(document).decode())
 
 
 def _without_tails(event: dict[str, Any]) -> dict[str, Any]:

@@ -100,11 +100,12 @@ class Agent:
         self.settings = loaded.settings
         self.tree = AgentTree(loaded.settings)
         self._read = read
+        self._runs = False
+        self._reload_asked = False
         self._supervisor = supervisor or Supervisor()
 
     async def run(self) -> None:
         """Run until a signal ends it. Raises StartFailed."""
-        await self.tree.adopt()
         failed: StartFailed | None = None
         async with trio.open_nursery() as ground:
             await ground.start(self._handle_signals, ground.cancel_scope, name="signals")
@@ -117,6 +118,9 @@ class Agent:
                 if self._supervisor.watchdog_s:
                     ground.start_soon(self._supervisor.watch, name="watchdog")
                 self._supervisor.ready()
+                self._runs = True
+                if self._reload_asked:
+                    self.reload()
         if failed:
             raise failed
 
@@ -127,7 +131,10 @@ class Agent:
             task_status.started()
             async for number in signals:
                 if number == signal.SIGHUP:
-                    self.reload()
+                    # While it starts it is not reloaded, nor ended: that is what this signal does by itself.
+                    self._reload_asked = True
+                    if self._runs:
+                        self.reload()
                 else:
                     self._supervisor.stopping()
                     ground.cancel()

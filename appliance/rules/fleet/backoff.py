@@ -25,7 +25,9 @@ class Backoff:
     reason: str = ""
 
     def waits(self, now: float) -> bool:
-        return now < self.until
+        """Whether it is too early. Nobody waits for longer than LONGEST_S: then the clock was set back meanwhile, and
+        the wait, told by the one that was, would last until it is there again."""
+        return self.until - LONGEST_S - 1.0 <= now < self.until
 
 
 def failed(before: Backoff, reason: str, now: float, rng: Random) -> Backoff:
