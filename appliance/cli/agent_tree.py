@@ -233,7 +233,7 @@ class AgentTree:
                 ground.start_soon(announcer.run, name="announcer")
 
     async def _look_again(self) -> None:
-        with contextlib.suppress(BadInventory):  # the machine's own watch tells of it
+        with contextlib.suppress(Exception):  # the machine's own watch looks soon too, and tells what is wrong
             await self.machine.look()
 
     # -- small steps ---------------------------------------------------------------------------------------------------
