@@ -27,7 +27,7 @@ def test_help_lists_the_commands_and_no_command_is_wrong_usage(capsys: pytest.Ca
     assert all(f"  {name} " in listed for name in COMMANDS)
     assert run([]) == 2
     assert run(["nothing"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "appliance: No such command 'nothing'. See `appliance --help`."
+    assert capsys.readouterr().err.splitlines()[-1] == "appliance: No such command 'nothing'; see 'appliance --help'"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,7 +251,7 @@ def test_explain_model_says_what_a_request_would_meet(running: Router) -> None:
         (("explain", "request", "nobody"), 1, "no request nobody is known"),
         (("explain", "model", "nobody"), 1, "the model 'nobody' does not exist; available: big, chat, llama"),
         (("requests", "cancel", "nobody"), 1, "no request nobody is known"),
-        (("requests", "--limit", "0"), 2, "See `appliance ctl requests --help`."),
+        (("requests", "--limit", "0"), 2, "; see 'appliance ctl requests --help'"),
         (("explain", "request"), 2, "Missing argument 'ID'"),
         (("statsu",), 2, "No such command 'statsu'"),
         (("status", "--nonsense"), 2, "No such option"),

@@ -87,12 +87,14 @@ def _state(why: Why) -> str:
 
 
 def _told(why: Why) -> list[str]:
-    parts = [f"{why.serving} of {why.wanted} wanted replicas serve"]
+    serve = f"{why.serving} of {why.wanted} wanted replicas serve"
+    parts = [serve if why.wanted or why.serving else "no replica is wanted now"]
     if why.starting:
         parts.append(f"{why.starting} on the way")
     if why.leaving:
         parts.append(f"{why.leaving} leaving")
-    return [", ".join(parts) + "."]
+    told = ", ".join(parts)
+    return [f"{told[0].upper()}{told[1:]}."]
 
 
 def _profile(plane: Plane, profile: Profile, place: Placement | None, against: list[Document]) -> Document:

@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "appliance"
-        _complain(f"{path}: {error.format_message()} See `{path} --help`.")
+        _complain(f"{path}: {error.format_message().rstrip('.')}; see '{path} --help'")
         return error.exit_code
     except click.ClickException as error:
         _complain(f"appliance: {error.format_message()}")
