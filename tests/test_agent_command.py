@@ -136,7 +136,7 @@ async def test_what_cannot_run_here_says_why_and_the_rest_runs(tmp_path: Path) -
         assert "CUDA_VISIBLE_DEVICES=1,2" in environ
         # Now and then it is being tried once more.
         with trio.fail_after(60):
-            while "gone.1" not in (whole := await agent.status())["appliance"]["waiting"]:
+            while "gone.1" not in (whole := await agent.status())["appliance"]["waiting"]:  # noqa: ASYNC110 - remote
                 await trio.sleep(0.05)
         waiting = {name: each["reason"] for name, each in whole["appliance"]["waiting"].items()}
         assert waiting["b.2"] == (
