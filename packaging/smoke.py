@@ -13,6 +13,7 @@ import http.server
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -44,6 +45,7 @@ class Trial:
             "STATE_DIRECTORY": str(folder / "appliance-state"),
             "RUNTIME_DIRECTORY": str(folder / "appliance-run"),
         }
+        (folder / "appliance.toml").touch()  # one that is named must be there
 
     def run(self, *arguments: str, status: int = 0, **env: str) -> str:
         """What the program prints. Raises Failed where it does not end with `status`."""
@@ -204,6 +206,41 @@ def try_road(trial: Trial) -> None:
     expect("spans reached the collector", len(Collector.taken), any(MODEL.encode() in body for body in Collector.taken))
 
 
+def try_cluster(trial: Trial) -> None:
+    """A root, a database, an agent and an engine, all of them this program; a model that is started by who asks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        link = free.getsockname()[1]
+    (trial.folder / "appliance.toml").write_text(
+        '[server]\nlisten = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\n'
+        f'[control]\nlisten = "127.0.0.1:{link}"\nsettle_s = 0.5\n'
+        '[agent]\nnode = "box"\naddress = "127.0.0.1"\nlisten = "127.0.0.1:0"\ngpus = { backend = "none" }\n'
+        f'[[models]]\nname = "{MODEL}"\nscaling = {{ min_replicas = 0 }}\n'
+        '[[models.profiles]]\nname = "cpu"\nengine = "sim"\ngpus_per_node = 0\n'
+    )
+    said = trial.run("ctl", "init")
+    expect("ctl init makes a cluster", said, (trial.folder / "appliance-state" / "pki" / "root.pem").exists())
+    says = r"event=serving.*listen=http://127\.0\.0\.1:(\d+)"
+    with trial.running("serve", "--with-agent", says=says) as (_, found):
+        door = int(found[1])
+        status, body = ask(door, "POST", "/v1/chat/completions", chat(), content_type="application/json")
+        expect("a model at zero is started by who asks", body, status == 200 and b"You said" in body)
+        said = trial.run("ctl", "node", "add", "other")
+        expect("ctl node add prints what to run", said, said.startswith("appliance agent join --control wss://"))
+        for command in ("nodes", "replicas", "audit", "node list"):
+            expect(f"ctl {command}", command, bool(json.loads(trial.run("ctl", *command.split(), "--json"))))
+        call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "serve_status"}}
+        status, body = ask(door, "POST", "/mcp", json.dumps(call).encode(), content_type="application/json")
+        expect("/mcp answers", body, status == 200 and b"content" in body)
+        trial.run("ctl", "models", "stop", MODEL)
+        for _ in range(100):
+            if not json.loads(trial.run("ctl", "replicas", "--json"))["replicas"]:
+                break
+            time.sleep(0.1)
+        expect(
+            "its replica is stopped by an operator", trial.run("ctl", "replicas"), MODEL in trial.run("ctl", "models")
+        )
+
+
 def try_requests(door: int) -> None:
     typed = {"content_type": "application/json"}
     path = "/v1/chat/completions"
@@ -251,6 +288,7 @@ def main() -> int:
             try_commands(trial)
             try_children(trial)
             try_road(trial)
+            try_cluster(trial)
         except Failed as failed:
             print(f"FAILED {failed}", file=sys.stderr)
             return 1
