@@ -276,3 +276,21 @@ async def test_an_engine_that_became_another_users_is_told_of(place: Scene, monk
             shards.stop("r1/0")
             failed = await reported(shards, "r1/0", "failed")
         assert failed.reason == f"not gone after SIGKILL: pid {ready_one.pid}"
+
+
+@pytest.mark.parametrize("how", ["fails", "gone"])
+async def test_a_systemd_that_gives_no_scopes_any_more_keeps_no_engine_from_starting(
+    place: Scene, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    runner = place.folder / "bin" / "systemd-run"
+    runner.parent.mkdir()
+    runner.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')
+    runner.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{runner.parent}:{os.environ['PATH']}")
+    async with agent(place, booted=str(place.folder)) as shards:
+        if how == "gone":
+            runner.unlink()
+        else:
+            runner.write_text("#!/bin/sh\nexit 1\n")
+        shards.start(stub("r1"))
+        await reported(shards, "r1/0", "ready")

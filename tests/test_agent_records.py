@@ -23,7 +23,7 @@ from appliance.agent import adopting, procfs
 from appliance.agent.adopting import sort_out
 from appliance.agent.ownership import StateInUse
 from appliance.agent.process import launch
-from appliance.agent.records import Process, Record, Store
+from appliance.agent.records import Process, Record, Store, describes
 from appliance.facts.catalog import Profile
 from appliance.facts.launch import Command, HttpReady, StopStep
 from appliance.facts.replica import Shard
@@ -242,6 +242,20 @@ def test_who_cannot_look_at_an_engine_does_not_take_it_for_gone(store: Store, sp
 
             assert in_child(adopt) in ("adopted", f"OSError {errno.EMFILE}")
             assert popen.poll() is None
+        finally:
+            popen.kill()
+
+
+def test_a_program_that_became_another_one_is_known_by_its_marker(store: Store) -> None:
+    record = ready(store)
+    with sleeper(store, record.marker) as popen:
+        try:
+            seen = procfs.see(popen.pid)
+            assert seen is not None
+            process = attrs.evolve(record.processes[0], argv=("x", "y"), pid=popen.pid, started=seen.started, lines=())
+            assert describes(process, record, store.boot)
+            assert not describes(process, attrs.evolve(record, marker=f"{record.marker}x"), store.boot)
+            assert not describes(attrs.evolve(process, started=seen.started + 1), record, store.boot)
         finally:
             popen.kill()
 

@@ -453,8 +453,8 @@ async def test_a_scope_of_systemd_goes_in_front(place: Scene, monkeypatch: pytes
     async with agent(place, booted=str(place.folder)) as shards:
         shards.start(stub("r1"))
         ready = await reported(shards, "r1/0", "ready")
-        probe, scoped = (runner.parent / "systemd-run.log").read_text().splitlines()
-        assert probe.endswith("--scope --quiet --collect -- true")
+        *probes, scoped = (runner.parent / "systemd-run.log").read_text().splitlines()
+        assert probes == ["--scope --quiet --collect -- true"] * 2
         assert scoped.startswith("--scope --quiet --collect -- ")
         assert procfs.command_line(ready.pid)[0] == sys.executable
     async with agent(place, booted=str(place.folder)) as shards:

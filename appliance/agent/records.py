@@ -129,19 +129,22 @@ class Record:
 
 
 def describes(process: Process, record: Record, boot: str) -> bool:
-    """Whether the process that has this pid now is the one that was recorded: start time, marker and command line.
+    """Whether the process that has this pid now is the one that was recorded.
 
-    A single word in place of several is a title that the process has given itself, as vLLM's and SGLang's do. Where
-    that was written over its environment, or this is not for us to see, the start time has to do: with the boot it is
-    one process's alone.
+    Start time and boot must be those of the record. So must be the marker, and with it nothing else is asked: nobody
+    else has it, and a program may have become another one that calls itself something else. Where the marker is not for
+    us to see, or was written over, the command line says it; a single word in place of several is a title that the
+    process has given itself, as vLLM's and SGLang's do.
     """
     seen = procfs.see(process.pid) if process.pid else None
     if seen is None or seen.ended or seen.started != process.started or record.boot != boot:
         return False
+    marker = procfs.marker_of(process.pid)
+    if marker:
+        return marker == record.marker
     line = tuple(word for word in procfs.command_line(process.pid) if word)
     titled = len(line) == 1 and (len(process.argv) > 1)
-    marker = procfs.marker_of(process.pid)
-    if marker not in (record.marker, None, "" if titled else None):
+    if marker is not None and not titled:
         return False
     return titled or any(line == tuple(word for word in known if word) for known in process.lines)
 

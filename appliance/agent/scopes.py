@@ -11,26 +11,41 @@ import os
 import shutil
 from collections.abc import Mapping
 
+import structlog
 import trio
 
 from appliance.agent.discovery.asking import ask
 
 PROBE_S = 5.0
+log = structlog.get_logger("scopes")
+
 _BUS = ("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
 
 
 async def find_scope(booted: str) -> tuple[str, ...]:
     """The words to put in front of a command; none where there is no systemd, or it does not give scopes to us.
 
-    Tried once, with a command that does nothing. `booted` is a folder that is there where systemd runs the machine.
+    Tried with a command that does nothing. `booted` is a folder that is there where systemd runs the machine.
     """
     program = shutil.which("systemd-run")
     if program is None or not await trio.Path(booted).is_dir():
         return ()
     user = () if os.geteuid() == 0 else ("--user",)
-    prefix = (program, "--scope", "--quiet", "--collect", *user)
-    answer = await ask([*prefix, "--", "true"], limit_s=PROBE_S)
-    return (*prefix, "--") if answer.status == 0 else ()
+    prefix = (program, "--scope", "--quiet", "--collect", *user, "--")
+    return prefix if await _gives(prefix) else ()
+
+
+async def still(prefix: tuple[str, ...]) -> tuple[str, ...]:
+    """The words once more, asked before each start; none while systemd gives no scopes (its bus is gone, it is being
+    updated): an engine in the agent's own unit is worth more than none."""
+    if not prefix or await _gives(prefix):
+        return prefix
+    log.warning("systemd gives no scope now, an engine starts in the agent's own unit", program=prefix[0])
+    return ()
+
+
+async def _gives(prefix: tuple[str, ...]) -> bool:
+    return (await ask([*prefix, "true"], limit_s=PROBE_S)).status == 0
 
 
 def bus(environment: Mapping[str, str], prefix: tuple[str, ...]) -> dict[str, str]:

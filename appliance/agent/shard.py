@@ -32,7 +32,7 @@ from appliance.agent.loading import Loading
 from appliance.agent.process import Handle, end, end_marked, launch
 from appliance.agent.ready import Probed, idle, listens, probe
 from appliance.agent.records import Record
-from appliance.agent.scopes import bus
+from appliance.agent.scopes import bus, still
 from appliance.agent.unanswered import Questions, Unanswered
 from appliance.agent.wording import plain, sentence
 from appliance.facts.hardware import Gpu, Inventory
@@ -230,14 +230,15 @@ class ShardTree:
             await trio.to_thread.run_sync(_prepare, made, self._folder)
             if made.awaits is not None and not await self._await(made.awaits, "the leader's rendezvous"):
                 return
+            scope = await still(self._node.scope)
             for command in made.commands:
                 last = command is made.main
-                env = {**command.env, **bus(self._node.environment, self._node.scope)}
+                env = {**command.env, **bus(self._node.environment, scope)}
                 handle, self.record = await trio.to_thread.run_sync(
                     partial(
                         launch,
                         attrs.evolve(command, env=env),
-                        self._node.scope,
+                        scope,
                         self._folder,
                         self.record,
                         last=last,
