@@ -119,7 +119,8 @@ def to_lines(inventory: Inventory) -> list[str]:
         + (f" x {cpus.model}" if cpus.model else "")
         + (f", {cpus.arch}" if cpus.arch else "")
         + (f", {cpus.numa_nodes} NUMA nodes" if cpus.numa_nodes > 1 else ""),
-        f"memory    {_gib(memory.total_bytes)}, {_gib(memory.available_bytes)} available",
+        f"memory    {_gib(memory.total_bytes)}"
+        + (f", {_gib(memory.available_bytes)} available" if memory.available_bytes is not None else ""),
     ]
     if disk is not None:
         lines.append(f"disk      {_gib(disk.free_bytes)} free of {_gib(disk.total_bytes)} at {disk.path}")
@@ -158,7 +159,8 @@ def _fabric_line(fabric: Fabric) -> str:
     rails = ", ".join(rail.adapter if rail.only_port else f"{rail.adapter}:{rail.port}" for rail in fabric.rails)
     name = fabric.name or "unnamed, so this node is an island (agent.fabric names it)"
     gid = "" if fabric.gid_index is None else f", GID {fabric.gid_index}"
-    return f"fabric    {name}: {fabric.transport}, {fabric.rate_gbps:g} Gb/s over {rails}{gid}"
+    rate = f"{fabric.rate_gbps:g} Gb/s " if fabric.rate_gbps else ""
+    return f"fabric    {name}: {fabric.transport}, {rate}over {rails}{gid}"
 
 
 def _columns(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
