@@ -113,7 +113,7 @@ def kinds_here(profile: Profile, spot: Spot, taken: Collection[str]) -> set[str]
     if spot.why_not or (short and not profile.source.startswith("/")):
         return set()
     if not profile.gpus_per_node:
-        return {""}
+        return {""} if spot.cpu_replicas < spot.inventory.cpus.count else set()
     wanted = {profile.gpu_class} if profile.gpu_class else set(CLASSES)
     return {kind for kind in wanted if count_of(profile, spot, taken, kind) >= profile.gpus_per_node}
 
@@ -241,17 +241,18 @@ def test_any_cluster_takes_any_catalog_as_it_must(
     for turn in range(12):
         model, avoid = rng.choice(models), avoids[turn % len(avoids)]
         taken = {uuid for spot in now.values() for uuid in spot.taken}
-        is_explained(model, rooms, cluster, avoid, taken)
-        expected = next((each for each in by_priority(model) if fits(each, cluster, taken)), None)
+        here = tuple(now.values())
+        is_explained(model, rooms, here, avoid, taken)
+        expected = next((each for each in by_priority(model) if fits(each, here, taken)), None)
         placed = rooms.place(model, avoid=avoid)
         assert placed == Rooms(now.values()).place(model, avoid=avoid)
         if expected is None:
             assert placed is None
         else:
             assert placed is not None and placed.profile == expected
-            is_sound(expected, placed, cluster, taken)
-            is_together(placed, cluster, taken)
-            is_preferred(expected, placed, cluster, taken, avoid)
+            is_sound(expected, placed, here, taken)
+            is_together(placed, here, taken)
+            is_preferred(expected, placed, here, taken, avoid)
             running.append(placed)
             book(now, placed, f"{model.name}.{turn}")
             for seat in placed.seats if rng.random() < 0.5 else ():
@@ -285,7 +286,7 @@ def book(now: dict[str, Spot], placement: Placement, replica: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(spots("a"), PROFILES.filter(lambda each: each.nodes == 1 and each.source.startswith("/")))
 def test_one_node_is_chosen_from_as_an_agent_by_itself_would(spot: Spot, profile: Profile) -> None:
-    spot = attrs.evolve(spot, why_not="")
+    spot = attrs.evolve(spot, why_not="", cpu_replicas=0)
     rooms, model = Rooms([spot]), Model("m", profiles=(profile,))
     try:
         alone = choose_gpus(profile, spot.inventory, spot.taken)
