@@ -188,6 +188,21 @@ def test_names_of_the_kernel_may_be_any_bytes(tmp_path: Path) -> None:
     assert [port.why_not for each in adapters for port in each.ports if each.name.startswith("mlx")] != []
 
 
+@pytest.mark.parametrize(
+    "script", ["exit 0", "echo; exit 0", "printf '\\0\\033[2J\\377'", "echo Keine Geräte gefunden", "echo {}"]
+)
+async def test_a_tool_that_says_nothing_to_the_point_hides_no_gpu(tmp_path: Path, script: str) -> None:
+    """Nothing, garbage, another language: what was there before stays listed, as not seen."""
+    tool = tmp_path / "smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    found = await gather(Place(root=tmp_path), GpuProbe("nvidia-smi", tool=str(tool)), previous=WHOLE.gpus[:1])
+    assert found.partial
+    assert [[each.code for each in gpu.hindrances] for gpu in found.gpus] == [["unseen"]]
+    assert any(str(tool) in note or "nvidia-smi" in note for note in found.notes)
+    json.dumps(found.notes).encode().decode("ascii")
+
+
 # -- an agent that looks again and again -------------------------------------------------------------------------------
 
 

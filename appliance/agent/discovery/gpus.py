@@ -90,6 +90,9 @@ class GpuProbe:
         notes = [f"{why}; {self.tool} is asked instead"] if why else []
         notes += reading.notes
         trouble = answer.trouble or (f"exit status {answer.status}" if answer.status else "")
+        if not trouble and not answer.stdout.strip():
+            # Without any GPU it says so in words.
+            trouble = "it says nothing"
         if trouble:
             said = answer.stderr.strip() or answer.stdout.strip()
             notes.append(f"{self.tool}: {trouble}" + (f" ({said.splitlines()[-1][:200]})" if said else ""))
