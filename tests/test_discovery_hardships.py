@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.agent import machine as machines
-from appliance.agent.discovery import cpus, fabrics, inventory, nvml, smi
+from appliance.agent.discovery import asking, cpus, fabrics, inventory, nvml, smi
 from appliance.agent.discovery.gpus import GpuProbe
 from appliance.agent.discovery.inventory import Place, gather
 from appliance.agent.discovery.reading import Ours
@@ -201,6 +202,22 @@ async def test_a_tool_that_says_nothing_to_the_point_hides_no_gpu(tmp_path: Path
     assert [[each.code for each in gpu.hindrances] for gpu in found.gpus] == [["unseen"]]
     assert any(str(tool) in note or "nvidia-smi" in note for note in found.notes)
     json.dumps(found.notes).encode().decode("ascii")
+
+
+async def test_a_tool_of_another_user_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refused(group: int, number: int) -> None:
+        asked.append(group)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(asking, "DYING_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", refused)
+        answer = await asking.ask(["sleep", "60"], limit_s=0.1)
+    os.killpg(asked[0], signal.SIGKILL)
+    assert answer.status is None
+    assert f"does not die of SIGKILL either (pid {asked[0]})" in answer.trouble
 
 
 # -- an agent that looks again and again -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ without a bound after having killed it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -91,7 +92,10 @@ async def _end(process: trio.Process, trouble: str) -> str:
     """Kill the whole session; return `trouble`, with more said when the process does not even die."""
     with trio.CancelScope(shield=True), trio.move_on_after(DYING_S) as dying:
         # Not waited for yet, so the id is still the session's, also when the leader is gone and only children are left.
-        os.killpg(process.pid, signal.SIGKILL)
+        # One that runs as another user (sudo, a setuid program) is not ours to kill: it is left behind like one that
+        # cannot die.
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     if dying.cancelled_caught:
         return f"{trouble}, and it does not die of SIGKILL either (pid {process.pid})"
