@@ -32,12 +32,14 @@ def drain(node: str, no_wait: bool) -> int:
     Each replica goes on until its replacement serves, or until control.drain_grace_s is over: then it is stopped
     without one. Waits until nothing runs on NODE; interrupting ctl does not end the drain, `ctl uncordon` does.
     """
+    # Looked at first: what has no other place and serves nobody has left when the answer is made.
+    there = ask("nodes", node)["replicas"]
+    models = {replica["id"]: replica["model"] for replica in ask("replicas")["replicas"]}
     document = ask("nodes", node, "drain", method="POST")
     print_lines([f"{node} {'drains' if document['changed'] else 'drains already'}", *document["told"]])
     if no_wait:
         return 0
-    models = {replica["id"]: replica["model"] for replica in ask("replicas")["replicas"]}
-    moving = {name: models.get(name, name) for name in document["node"]["replicas"]}
+    moving = {name: models.get(name, name) for name in (*there, *document["node"]["replicas"])}
     try:
         left = _wait(node, set(moving)) if moving else []
     except KeyboardInterrupt:
