@@ -250,7 +250,7 @@ async def test_a_disk_that_hangs_costs_one_thread(tmp_path: Path, monkeypatch: p
 async def test_a_file_on_a_disk_that_hangs_is_no_inventory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     back = threading.Event()
 
-    def hang(path: Path) -> Inventory:
+    def hang(path: Path, node: str) -> Inventory:
         back.wait(60)
         return WHOLE
 

@@ -112,6 +112,12 @@ def test_a_few_lines_are_enough_for_a_rehearsal(tmp_path: Path) -> None:
     assert inventory.fabric("blue") is not None
 
 
+def test_several_nodes_rehearsed_with_one_file_have_gpus_of_their_own() -> None:
+    document = {"node": "sim-a", "gpus": [{"name": "NVIDIA L40S", "memory_bytes": 45 * GIB}]}
+    made = [parse_inventory(document, node).gpus[0].uuid for node in ("", "node-2", "node-3")]
+    assert made == ["GPU-sim-a-0", "GPU-node-2-0", "GPU-node-3-0"]
+
+
 @pytest.mark.parametrize(
     ("document", "told"),
     [

@@ -61,7 +61,7 @@ async def gather(
     """
     questions = questions or Questions()
     if place.inventory_file:
-        return _placed(await _from_file(Path(place.inventory_file), questions, limit_s), place)
+        return _placed(await _from_file(place, questions, limit_s), place)
     found: dict[str, Found] = {}
     notes: list[str] = []
 
@@ -135,8 +135,9 @@ class _Asking:
         return otherwise
 
 
-async def _from_file(path: Path, questions: Questions, limit_s: float) -> Inventory:
+async def _from_file(place: Place, questions: Questions, limit_s: float) -> Inventory:
+    path = Path(place.inventory_file)
     try:
-        return await questions.ask(str(path), lambda: read_inventory(path), limit_s)
+        return await questions.ask(str(path), lambda: read_inventory(path, place.node), limit_s)
     except Unanswered as silent:
         raise BadInventory(str(silent)) from None

@@ -62,8 +62,9 @@ def to_json(inventory: Inventory) -> str:
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
-def read_inventory(path: Path) -> Inventory:
-    """The inventory in a file, JSON or (by its suffix `.toml`) TOML. Blocks. Raises BadInventory."""
+def read_inventory(path: Path, node: str = "") -> Inventory:
+    """The inventory in a file, JSON or (by its suffix `.toml`) TOML, for the node of that name. Blocks. Raises
+    BadInventory."""
     try:
         text = path.read_text("utf-8")
         document = tomllib.loads(text) if path.suffix == ".toml" else msgspec.json.decode(text)
@@ -75,15 +76,16 @@ def read_inventory(path: Path) -> Inventory:
         # Not TOML, not JSON, not text, or a figure of thousands of digits.
         raise BadInventory(f"{path}: {wrong}") from wrong
     try:
-        return parse_inventory(document)
+        return parse_inventory(document, node)
     except RecursionError:
         raise BadInventory(f"{path}: it is nested too deeply") from None
     except BadInventory as wrong:
         raise BadInventory(f"{path}: {wrong}") from wrong
 
 
-def parse_inventory(document: Any) -> Inventory:
-    """The inventory that a decoded document describes. Raises BadInventory with the place in it."""
+def parse_inventory(document: Any, node: str = "") -> Inventory:
+    """The inventory that a decoded document describes. `node` is in the identities that are made up, before the name in
+    the document, so that several nodes can be rehearsed with one. Raises BadInventory with the place in it."""
     if not isinstance(document, dict):
         raise BadInventory("expected an object with `gpus`, `memory` and so on")
     document = dict(document)
@@ -97,7 +99,8 @@ def parse_inventory(document: Any) -> Inventory:
     if wrong_values := list(faults(document)):
         raise BadInventory("; ".join(wrong_values))
     if isinstance(document.get("gpus"), list):
-        document["gpus"] = [_with_defaults(each, at, document) for at, each in enumerate(document["gpus"])]
+        whose = node or document.get("node") or "file"
+        document["gpus"] = [_with_defaults(each, at, whose) for at, each in enumerate(document["gpus"])]
     try:
         inventory = msgspec.convert(document, Inventory)
     except msgspec.ValidationError as wrong:
@@ -194,8 +197,8 @@ def _unknown_keys(document: Any, kind: type, at: str) -> Iterable[str]:
                 yield from _unknown_keys(value, nested, f"{at}{key}.")
 
 
-def _with_defaults(gpu: Any, at: int, document: dict[str, Any]) -> Any:
+def _with_defaults(gpu: Any, at: int, node: str) -> Any:
     """A GPU written by hand gets a place in the row and an identity that stays, and differs between nodes."""
     if not isinstance(gpu, dict):
         return gpu
-    return {"index": at, "uuid": f"GPU-{document.get('node') or 'file'}-{at}", **gpu}
+    return {"index": at, "uuid": f"GPU-{node}-{at}", **gpu}
