@@ -93,7 +93,8 @@ def summary(rejections: Sequence[Rejection]) -> str:
         f"{rejection.profile + ' on ' if several else ''}{rejection.candidate}: {rejection.reason}"
         for rejection in rejections[:TOLD]
     ]
-    more = [f"and {len(rejections) - TOLD} more reasons"] if len(rejections) > TOLD else []
+    rest = len(rejections) - TOLD
+    more = [f"and {rest} more reason{'s' if rest > 1 else ''}"] if rest > 0 else []
     return "; ".join(told + more)
 
 
