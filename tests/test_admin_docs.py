@@ -45,10 +45,10 @@ def everything() -> dict[str, Any]:
     now = time.monotonic()
     call = Call(b"id", b"POST", b"/v1/x", Route("chat"), {}, b"", Ask(), "llama", True, Caller(), now)
     record = Record(call, Sleeper())
-    record.tickets.append(gateway.gate.ask(gateway.table.entries["llama"], call, Sleeper(), now))
-    record.choices.append(choose(gateway.table.entries["llama"], gateway.policy, now, gateway.rng)[1])
-    record.attempts.append(Attempt("a", REFUSED))
-    record.steps.append((now, next_step(record.attempts, passed_on=False, another=False)))
+    record.tickets += (gateway.gate.ask(gateway.table.entries["llama"], call, Sleeper(), now),)
+    record.choices += (choose(gateway.table.entries["llama"], gateway.policy, now, gateway.rng)[1],)
+    record.attempts += (Attempt("a", REFUSED),)
+    record.steps += ((now, next_step(record.attempts, passed_on=False, another=False)),)
     record.tally, record.promises = Tally(), gateway.promises
     gateway.books.open(record)
     running = Running(

@@ -62,7 +62,7 @@ def dispatched(gateway: Gateway, record: Record, tried: tuple[str, ...] = (), mo
     entry = gateway.table.resolve(model or record.wanted)
     record.model = record.model or entry.name
     member, choice = choose(entry, gateway.policy, time.monotonic(), gateway.rng, tried=tried)
-    record.choices.append(choice)
+    record.choices += (choice,)
     if member is None:
         return ""
     record.dispatched_at = record.dispatched_at or time.monotonic()
@@ -73,8 +73,8 @@ def dispatched(gateway: Gateway, record: Record, tried: tuple[str, ...] = (), mo
 
 
 def failed(record: Record, attempt: Attempt, *, another: bool = False, passed_on: bool = False) -> None:
-    record.attempts.append(attempt)
-    record.steps.append((time.monotonic(), next_step([attempt], passed_on=passed_on, another=another)))
+    record.attempts += (attempt,)
+    record.steps += ((time.monotonic(), next_step([attempt], passed_on=passed_on, another=another)),)
 
 
 def settled(gateway: Gateway, record: Record, outcome: str = "ok", code: int = 200) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_what_ended_an_attempt_and_why_it_was_the_last(
 def test_a_client_that_left_has_no_next_step(gateway: Gateway) -> None:
     record = opened(gateway, stream=True)
     dispatched(gateway, record)
-    record.attempts.append(Attempt("a", CLIENT_LEFT, sent=True))
+    record.attempts += (Attempt("a", CLIENT_LEFT, sent=True),)
     (only,) = settled(gateway, record, "client left", 499)["rounds"]
     (attempt,) = only["attempts"]
     assert attempt["told"] == "the client closed its connection before anything came back"
@@ -312,7 +312,7 @@ def test_a_request_that_waits_says_why_and_behind_whom(gateway: Gateway) -> None
     asked(b"two")
     record = opened(gateway)
     record.model = "llama"
-    record.tickets.append(asked(b"three"))
+    record.tickets += (asked(b"three"),)
     (place,) = shown(gateway, record)["places"]
     assert place["state"] == "waiting" and place["blocker"] == "saturation"
     assert place["told"] == "its pool was 100% full, and silver is let in up to 90%, itself counted; 1 ahead of it"

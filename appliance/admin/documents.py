@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..facts.choice import SCORERS, Attempt, Choice
+from ..gateway.promises import Promises
 from ..gateway.record import Record
-from ..gateway.relay import Promises
 from ..gateway.service import Gateway
 from ..gateway.waking import absent, asleep
 from ..rules.admission.outlook import Outlook, outlook

@@ -30,16 +30,10 @@ class HttpReply:
     say so.
     """
 
-    anthropic = False
-    ended = False
-    extra = b""
-    peer = ""
-    sent_bytes = 0
-    started = False
-    status = 0
-    until_close = False
-    _head = b""
-    _no_body = False
+    __slots__ = (
+        "_head", "_line", "_no_body", "anthropic", "chunked", "ended", "extra", "keep_alive", "line", "minor", "peer",
+        "request_id", "sent_bytes", "sleeper", "stall_s", "started", "status", "until_close",
+    )  # fmt: skip
 
     def __init__(
         self, line: Line, sleeper: Sleeper, minor: int, keep_alive: bool, request_id: bytes, stall_s: float
@@ -52,6 +46,16 @@ class HttpReply:
         self.request_id = request_id
         self.stall_s = stall_s
         self.chunked = minor == 1
+        self.anthropic = False
+        self.ended = False
+        self.extra = b""
+        self.peer = ""
+        self.sent_bytes = 0
+        self.started = False
+        self.status = 0
+        self.until_close = False
+        self._head = b""
+        self._no_body = False
 
     def without_body(self) -> None:
         """The request was a HEAD."""
@@ -80,23 +84,11 @@ class HttpReply:
         self._head = b"".join(parts)
 
     async def send(self, data: bytes, *, framed: bool = False) -> None:
-        if self._no_body:
-            data = b""
-        elif self.chunked and not framed and data:
+        if self.chunked and not framed and data:
             data = framing.chunk(data)
-        if self._head:
-            data = self._head + data
-            self._head = b""
-            self.started = True
-        if not data:
-            return
-        self.sent_bytes += len(data)
-        try:
-            sent = self._line.try_send(data)
-            if sent < len(data):
-                await self._send_rest(memoryview(data)[sent:])
-        except OSError:
-            raise ClientLeft from None
+        rest = self._hand_over(data)
+        if rest:
+            await self._send_rest(rest)
 
     def put(self, data: bytes) -> None:
         data = self._head + (framing.chunk(data) if self.chunked else data)
@@ -108,11 +100,12 @@ class HttpReply:
             raise ClientLeft from None
         self.sent_bytes -= len(self._head)  # counted when it leaves, with the next piece
 
-    async def end(self, *, framed: bool = False) -> None:
-        if self.chunked and not framed and not self._no_body:
-            await self.send(framing.LAST_CHUNK, framed=True)
-        elif self._head:
-            await self.send(b"")
+    async def end(self, last: bytes = b"", *, framed: bool = False) -> None:
+        if self.chunked and not framed:
+            last = framing.chunk(last) + framing.LAST_CHUNK if last else framing.LAST_CHUNK
+        rest = self._hand_over(last)
+        if rest:
+            await self._send_rest(rest)
         self.ended = True
 
     def give_up(self) -> None:
@@ -137,18 +130,39 @@ class HttpReply:
         body = error_body(refusal.status, refusal.code, refusal.message, param=refusal.param, anthropic=self.anthropic)
         await self.whole(refusal.status, body, JSON, fields)
 
+    def _hand_over(self, data: bytes) -> memoryview | None:
+        """Give the head and `data` to the socket; what it does not take at once. Raises ClientLeft."""
+        if self._no_body:
+            data = b""
+        if self._head:
+            data = self._head + data
+            self._head = b""
+            self.started = True
+        if not data:
+            return None
+        self.sent_bytes += len(data)
+        try:
+            sent = self._line.try_send(data)
+        except OSError:
+            raise ClientLeft from None
+        return memoryview(data)[sent:] if sent < len(data) else None
+
     async def _send_rest(self, rest: memoryview) -> None:
-        """The client does not take bytes as fast as they come. It has `stall_s` for each piece it does take."""
+        """The client does not take bytes as fast as they come. It has `stall_s` for each piece it does take. Raises
+        ClientLeft, or a cut."""
         sleeper, line = self.sleeper, self._line
         due, name = sleeper.due, sleeper.due_name
-        while rest:
-            sleeper.arm(time.monotonic() + self.stall_s, "write_stall_s")
-            sent = line.try_send(rest)
-            rest = rest[sent:]
-            if rest and not line.writable:
-                await sleeper.sleep()
-            elif rest and not sent:
-                await line.flush()
+        try:
+            while rest:
+                sleeper.arm(time.monotonic() + self.stall_s, "write_stall_s")
+                sent = line.try_send(rest)
+                rest = rest[sent:]
+                if rest and not line.writable:
+                    await sleeper.sleep()
+                elif rest and not sent:
+                    await line.flush()
+        except OSError:
+            raise ClientLeft from None
         sleeper.arm(due, name)
 
 

@@ -1,4 +1,4 @@
-"""One attempt: a request to one endpoint, and its answer to the client.
+"""One exchange: a request to one endpoint, and its answer to the client.
 
 Bytes go through as they are. What changes is written here: the hop's own header fields, an error body that is not in
 the shape clients understand, and an engine's refusal of *our* key, which is no fault of the caller's.
@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
 
-import attrs
-
-from ..facts.call import Call
 from ..facts.errors import Refusal
 from ..nursery.sleeper import Cut, DeadlinePassed, breathe
 from ..wire import sse
 from ..wire.head import HEAD_END, MAX_HEAD_BYTES, ResponseHead
 from ..wire.line import Line
 from .answer import BodyReader, is_json, is_stream, kept, told_length
+from .errand import Errand
 from .errors import ErrorAnswer, error_event
+from .promises import Promises
 from .reply import ClientLeft, Left, Reply
 from .stream import Stream
-from .upstream import Upstream, UpstreamFailed, read_head
+from .upstream import Upstream, UpstreamFailed, lost, read_head, whole_head
 from .usage import Tally
 
 HELD_BYTES = 262144
@@ -38,51 +36,28 @@ _TO_ENGINES = (b"content-type", b"accept", b"traceparent", b"tracestate", b"user
 _TO_ENGINES_TRACED = (b"content-type", b"accept", b"user-agent")
 
 
-@attrs.frozen
-class Promises:
-    """The deadlines of an exchange, in seconds; `stream_total_s` 0: none. `sse_ping_before_first_token` sends comments
-    to a client that waits for its first event, so that its answer has a status before the engine's is known."""
+class Exchange:
+    """One try at one endpoint. `tally` counts the answer, `sent` tells that the whole request was handed over,
+    `passed_on` that the client has got a part of the answer. `trace` are header lines that take the place of the
+    client's trace context, b"" where nothing is traced."""
 
-    dial_s: float
-    first_token_s: float
-    idle_s: float
-    total_s: float
-    stream_total_s: float
-    write_stall_s: float
-    sse_ping_s: float
-    sse_ping_before_first_token: bool
+    __slots__ = (
+        "_body", "_dispatched_at", "_errand", "_promises", "_upstream", "passed_on", "sent", "stream", "tally", "trace",
+    )  # fmt: skip
 
-
-class Attempt:
-    """One try at one endpoint. `tally` counts the answer, `passed_on` tells that the client has got a part of it.
-    `trace` are header lines that take the place of the client's trace context, b"" where nothing is traced."""
-
-    passed_on = False
-    sent = False
-    stream: Stream | None = None
-    trace = b""
-
-    def __init__(
-        self,
-        call: Call,
-        body: bytes,
-        upstream: Upstream,
-        reply: Reply,
-        promises: Promises,
-        dispatched_at: float,
-        answered: Callable[[float, bool], None],
-    ) -> None:
-        """`body` is what is sent (the call's own, or one with another model name); `answered` is called with the time
-        at which the first of the answer is passed on, and whether that is a stream. It must not hold this object."""
-        self._call = call
+    def __init__(self, errand: Errand, body: bytes, upstream: Upstream, promises: Promises) -> None:
+        """`body` is what is sent: the call's own, or one with another model name."""
+        self._errand = errand
         self._body = body
-        self._answered = answered
         self._upstream = upstream
-        self._reply = reply
         self._promises = promises
-        self.dispatched_at = dispatched_at
+        self._dispatched_at = errand.record.dispatched_at
+        self.passed_on = False
+        self.sent = False
+        self.stream: Stream | None = None
         self.tally = Tally()
-        if call.route.name == "responses":
+        self.trace = b""
+        if errand.call.route.name == "responses":
             self.tally.wants_id = True
 
     async def run(self, now: float, *, fresh: bool = False) -> int:
@@ -91,7 +66,7 @@ class Attempt:
         Raises ErrorAnswer, FirstEventIsError, UpstreamFailed, ClientLeft, or a cut (a deadline, a lost endpoint). When
         it raises, the connection is gone, so the engine sees that nobody waits any more.
         """
-        call, upstream, reply = self._call, self._upstream, self._reply
+        upstream, call, reply = self._upstream, self._errand.call, self._errand.reply
         sleeper = reply.sleeper
         line = None if fresh else upstream.take(sleeper, now)
         reused = line is not None
@@ -103,7 +78,7 @@ class Attempt:
             if call.stream:
                 self._await_first_event()
             else:
-                sleeper.arm(self.dispatched_at + self._promises.total_s, "total_s")
+                sleeper.arm(self._dispatched_at + self._promises.total_s, "total_s")
             request = self._request(now)
             early = b""
             try:
@@ -116,7 +91,15 @@ class Attempt:
                     raise UpstreamFailed("reset", detail, reused=reused) from None
             self.sent = True
             bare = call.method == b"HEAD"
-            head, rest = await read_head(line, reused=reused, to_head_request=bare, early=early)
+            data: bytes | None = early
+            try:
+                while not data and (data := line.try_recv()) is None:
+                    await sleeper.sleep()
+            except OSError as error:
+                raise lost(error, reused=reused) from None
+            head, rest = whole_head(data, to_head_request=bare) or await read_head(
+                line, reused=reused, to_head_request=bare, early=data
+            )
             status = head.status
             if status >= 400:
                 body, clean = await self._whole(line, head, rest, ERROR_BYTES)
@@ -126,8 +109,7 @@ class Attempt:
             if length is not None and length == len(rest) and not bare and not is_stream(head):
                 # the usual answer: small, and here already
                 self.tally.body(rest, self._start(head, length))
-                await reply.send(rest)
-                await reply.end()
+                await reply.end(rest)
                 clean = True
             elif bare:
                 self._start(head, told_length(head))
@@ -149,16 +131,16 @@ class Attempt:
 
     async def tell(self, what: Refusal | ErrorAnswer) -> None:
         """Something has left for the client already: say why it ends here where that is possible. Never raises."""
-        event = error_event(what, anthropic=self._call.route.anthropic)
+        event = error_event(what, anthropic=self._errand.call.route.anthropic)
         if self.stream is not None:
             await self.stream.tell(event)
         elif not self.passed_on:
-            await tell_waiting(self._reply, event)
+            await tell_waiting(self._errand.reply, event)
 
     async def _send_rest(self, line: Line, rest: memoryview) -> bytes:
         """Send what the socket does not take at once. An engine that has enough answers before it has heard all: then
         the rest is not sent. Answers with what came; raises OSError, or a cut."""
-        sleeper, early, turns = self._reply.sleeper, b"", 0
+        sleeper, early, turns = self._errand.reply.sleeper, b"", 0
         try:
             while rest:
                 rest = rest[line.try_send(rest) :]
@@ -183,13 +165,13 @@ class Attempt:
 
     async def _stream(self, line: Line, head: ResponseHead, rest: bytes) -> bool:
         """Whether the connection is clean afterwards, as in `_long_body` and `_whole`."""
-        promises, reply = self._promises, self._reply
+        promises, reply = self._promises, self._errand.reply
         first_due, total_due = self._await_first_event()
         self.stream = stream = Stream(
             head,
             line,
             reply,
-            self._call.route,
+            self._errand.call.route,
             self.tally,
             idle_s=promises.idle_s,
             first_due=first_due,
@@ -220,10 +202,10 @@ class Attempt:
     async def _long_body(self, line: Line, head: ResponseHead, rest: bytes) -> bool:
         """An answer that is still on its way. A JSON document is of no use before its end, so a small one is collected
         first; anything else is passed on as it comes."""
-        reply = self._reply
-        if self._call.stream:
+        reply = self._errand.reply
+        if self._errand.call.stream:
             # asked for a stream, answered with a body: the rule for bodies holds from here
-            reply.sleeper.arm(self.dispatched_at + self._promises.total_s, "total_s")
+            reply.sleeper.arm(self._dispatched_at + self._promises.total_s, "total_s")
         reader = BodyReader(line, head, rest)
         length = head.length
         most = HELD_BYTES if is_json(head) or (length is not None and length <= HELD_BYTES) else 0
@@ -233,8 +215,7 @@ class Attempt:
         if reader.ended:
             body = bytes(held)
             self.tally.body(body, self._start(head, len(body)))
-            await reply.send(body)
-            await reply.end()
+            await reply.end(body)
             return not reader.surplus
         self._start(head, length)
         tail = bytes(held[-TAIL_BYTES:])
@@ -250,17 +231,17 @@ class Attempt:
     def _await_first_event(self) -> tuple[float, float]:
         """Arm what holds until a stream begins; answers with the times for its first event and for all of it."""
         promises = self._promises
-        first_due = self.dispatched_at + promises.first_token_s
-        total_due = self.dispatched_at + promises.stream_total_s if promises.stream_total_s else math.inf
+        first_due = self._dispatched_at + promises.first_token_s
+        total_due = self._dispatched_at + promises.stream_total_s if promises.stream_total_s else math.inf
         if first_due <= total_due:
-            self._reply.sleeper.arm(first_due, "first_token_s")
+            self._errand.reply.sleeper.arm(first_due, "first_token_s")
         else:
-            self._reply.sleeper.arm(total_due, "stream_total_s")
+            self._errand.reply.sleeper.arm(total_due, "stream_total_s")
         return first_due, total_due
 
     def _request(self, now: float) -> bytes:
         """The bytes of the request. Raises UpstreamFailed when the endpoint's key cannot be read."""
-        call = self._call
+        call = self._errand.call
         get = call.headers.get
         fields = b"x-request-id: %b\r\n" % call.request_id
         fields += self.trace
@@ -275,7 +256,7 @@ class Attempt:
     def _start(self, head: ResponseHead, length: int | None) -> float:
         """Nothing can be tried again from here on. Answers with the time. Raises UpstreamFailed where comments have
         begun a stream and this is none."""
-        reply = self._reply
+        reply = self._errand.reply
         reply.sleeper.on_sweep = None  # whatever silence comes now is no longer ours to fill
         if not reply.started:
             reply.start(head.status, kept(head), length)
@@ -283,7 +264,7 @@ class Attempt:
             raise UpstreamFailed("garbage", "no event stream, though one was asked for", sent=True, answered=True)
         self.passed_on = True
         now = time.monotonic()
-        self._answered(now, self.stream is not None)
+        self._errand.began(now, streamed=self.stream is not None)
         return now
 
     async def _whole(self, line: Line, head: ResponseHead, rest: bytes, bound: int) -> tuple[bytes, bool]:

@@ -54,8 +54,9 @@ class Reply(Protocol):
         """Hand over a small piece at once, without waiting: what the client does not take now leaves before the next
         one. Raises ClientLeft."""
 
-    async def end(self, *, framed: bool = False) -> None:
-        """The body is complete; `framed` when its last chunk has been sent as it came. Raises ClientLeft, or a cut."""
+    async def end(self, last: bytes = b"", *, framed: bool = False) -> None:
+        """The body is complete, with `last` as its last piece; `framed` when its last chunk has been sent as it came.
+        Raises ClientLeft, or a cut."""
 
     def give_up(self) -> None:
         """The body will not be completed: the connection must end in a way that no client takes for success."""

@@ -297,6 +297,25 @@ def _exhausted(error: OSError) -> Refusal:
     )
 
 
+def lost(error: OSError, *, reused: bool, answered: bool = False) -> UpstreamFailed:
+    """A connection broke off whose request was handed over."""
+    detail = f"connection lost: {error.strerror or error}"
+    return UpstreamFailed("reset", detail, sent=True, answered=answered, reused=reused)
+
+
+def whole_head(data: bytes, *, to_head_request: bool = False) -> tuple[ResponseHead, bytes] | None:
+    """The response's head and what came after it, where all of it came in one piece and without interim ones, as it
+    nearly always does. None: `read_head` must see to it, and says what is wrong."""
+    try:
+        end = head.end_of_head(data)
+        if end < 0:
+            return None
+        response = head.read_response(data[:end], to_head_request=to_head_request)
+    except head.BadHead:
+        return None
+    return (response, data[end:]) if 200 <= response.status < 600 else None
+
+
 async def read_head(
     line: Line, *, reused: bool, to_head_request: bool = False, early: bytes = b""
 ) -> tuple[ResponseHead, bytes]:
@@ -312,8 +331,7 @@ async def read_head(
             try:
                 data = await line.recv()
             except OSError as error:
-                detail = f"connection lost: {error.strerror or error}"
-                raise UpstreamFailed("reset", detail, sent=True, answered=answered, reused=reused) from None
+                raise lost(error, reused=reused, answered=answered) from None
             if not data:
                 kind, when = ("closed", "within the answer's header") if held else ("reset", "without an answer")
                 raise UpstreamFailed(kind, f"connection closed {when}", sent=True, answered=answered, reused=reused)

@@ -238,10 +238,10 @@ class Line:
 
     async def recv(self) -> bytes:
         """The next bytes; b"" at the end of the stream. Raises OSError, or the reason of a cut."""
-        data = self.try_recv()
-        while data is None:
-            await self._sleep()
-            data = self.try_recv()
+        sleeper = self.sleeper
+        assert sleeper is not None, "a line without a sleeper cannot wait"
+        while (data := self.try_recv()) is None:
+            await sleeper.sleep()
         self._operations += 1
         if self._operations & 15 == 0:
             await breathe(self._operations)
