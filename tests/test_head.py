@@ -15,7 +15,13 @@ from tests.smuggling import HEADS, Shape
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """Every test starts and leaves without remembered lines."""
-    known = (head._known_fields, head._known_requests, head._known_statuses)
+    known = (
+        head._known_fields,
+        head._known_requests,
+        head._known_statuses,
+        head._known_request_heads,
+        head._known_response_heads,
+    )
     for memory in known:
         memory.clear()
     yield
@@ -230,3 +236,78 @@ def test_what_was_read_cannot_be_changed_through_another_request() -> None:
     again = read_request(raw)
     assert (b"x", b"y") not in again.fields
     assert b"x" not in again.by_name
+
+
+# -- remembered heads --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [b"content-length", b"Content-Length"])
+def test_a_known_head_is_read_as_if_it_were_new(name: bytes) -> None:
+    """All but the length is taken from the first such head, and nothing from any other."""
+    lines = b"\r\nhost: x\r\nConnection: close\r\nexpect: 100-continue\r\n" + name + b": %d\r\nx: y\r\n\r\n"
+    for length in (5, 70, 123456789012345678, 0):
+        request = read_request(b"POST /a?b HTTP/1.1" + lines % length)
+        assert (request.method, request.target, request.path, request.query) == (b"POST", b"/a?b", b"/a", b"b")
+        assert (request.length, request.chunked, request.keep_alive, request.minor) == (length, False, False, 1)
+        assert request.expects_continue
+        assert request.fields[3:] == [(b"content-length", b"%d" % length), (b"x", b"y")]
+        assert request.by_name == dict(request.fields)
+        response = read_response(b"HTTP/1.1 200 OK" + lines % length)
+        assert (response.status, response.length, response.chunked) == (200, length, False)
+        assert not response.keep_alive
+        assert response.fields == request.fields and response.by_name == request.by_name
+    assert len(head._known_request_heads) == len(head._known_response_heads) == 1
+
+
+def test_a_known_head_lets_nothing_in() -> None:
+    """What differs by more than the digits of one length is judged anew."""
+    good = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n"
+    assert read_request(good).length == 5
+    for bad in (
+        b"",
+        b"+5",
+        b"5 5",
+        b"0x5",
+        b"5, 5",
+        b"1" * 19,
+        b"5\r\nContent-Length: 5",
+        b"5\r\ntransfer-encoding: chunked",
+    ):
+        for _ in range(2):
+            with pytest.raises(BadHead):
+                read_request(good.replace(b"5", bad))
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
+    assert read_response(answer).length == 5
+    assert read_response(answer, to_head_request=True).length == 0
+    for status in (b"100", b"204", b"304"):
+        for length in (b"5", b"6"):
+            assert read_response(answer.replace(b"200", status).replace(b"5", length)).length == 0
+
+
+def test_a_known_head_cannot_be_changed_through_one_of_its_like() -> None:
+    raw = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n"
+    for _ in range(2):
+        first = read_request(raw)
+        assert first.fields == [(b"host", b"x"), (b"content-length", b"5")]
+        first.fields.append((b"x", b"y"))
+        first.by_name[b"x"] = b"y"
+    assert read_request(raw).by_name == {b"host": b"x", b"content-length": b"5"}
+
+
+def test_the_memory_of_heads_is_bounded() -> None:
+    """A flood of heads that are all new, each as heavy as may be."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(2 * head.MOST_KNOWN_HEADS):
+            fields = b"".join(b"%x-%d: 1\r\n" % (number, each) for each in range(120))
+            read_request(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n" + fields + b"\r\n")
+            head._known_fields.clear()
+            assert len(head._known_request_heads) <= head.MOST_KNOWN_HEADS
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most - before < head.KNOWN_HEADS_BYTES
+    long = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\nx: %b\r\n\r\n" % (b"a" * head.LONGEST_KNOWN_HEAD)
+    known = len(head._known_request_heads)
+    assert read_request(long).length == 5 and len(head._known_request_heads) == known

@@ -20,6 +20,23 @@ _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
 }
 _date: tuple[int, bytes] = (0, b"")
+_MOST_KNOWN_LINES = 1024
+_LONGEST_KNOWN_LINE = 512
+
+
+class _Lines(dict[tuple[bytes, bytes], bytes]):
+    """Header lines by field. Engines send the same ones again and again, or at least for a second."""
+
+    def __missing__(self, field: tuple[bytes, bytes]) -> bytes:
+        line = b"%b: %b\r\n" % field
+        if len(line) <= _LONGEST_KNOWN_LINE:
+            if len(self) >= _MOST_KNOWN_LINES:
+                self.clear()
+            self[field] = line
+        return line
+
+
+_lines = _Lines()
 
 
 class HttpReply:
@@ -64,7 +81,8 @@ class HttpReply:
     def start(self, status: int, fields: Fields, length: int | None) -> None:
         self.status = status
         parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status]
-        parts += [b"%b: %b\r\n" % field for field in fields]
+        lines = _lines
+        parts += [lines[field] for field in fields]
         parts.append(b"x-request-id: %b\r\n" % self.request_id)
         if length is not None:
             self.chunked = False

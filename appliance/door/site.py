@@ -12,7 +12,7 @@ import structlog
 import trio
 
 from .. import __version__
-from ..facts.call import Ask, Call, Caller
+from ..facts.call import ABSENT, Ask, Call, Caller
 from ..facts.errors import Refusal
 from ..facts.mcp import MAX_BODY_BYTES
 from ..gateway.identity import BAND_FIELD, band_of, caller_of
@@ -24,7 +24,7 @@ from . import body as bodies
 from .aside import Aside, aside
 from .buffers import Buffers
 from .proxies import Proxies
-from .reply import HttpReply
+from .reply import JSON, HttpReply
 from .routes import OF_GROUPS, Found, Kind, find, find_of_groups, forwarded_target, is_anthropic
 
 log = structlog.get_logger("access")
@@ -150,14 +150,15 @@ class Door:
     def _forward(self, found: Found, head: RequestHead, body: bytes, reply: HttpReply) -> Awaitable[None]:
         headers = head.by_name
         content_type = headers.get(b"content-type", b"")
-        if multipart.is_form(content_type):
+        if content_type != JSON and multipart.is_form(content_type):
             ask = bodies.read_multipart(body, content_type)
         else:
             if body.startswith(bodies.BOM):
                 body = body[len(bodies.BOM) :]
             ask = bodies.read_json(body)
+        model = str(ask.model)
         if found.route is OF_GROUPS:
-            self._only_of_groups(str(ask.model), head)
+            self._only_of_groups(model, head)
         call = Call(
             reply.request_id,
             head.method,
@@ -166,8 +167,8 @@ class Door:
             headers,
             body,
             ask,
-            str(ask.model),
-            bytes(ask.stream) == b"true",
+            model,
+            ask.stream is not ABSENT and bytes(ask.stream) == b"true",
             caller_of(headers, ask, reply.peer, self.gateway.admission),
             time.monotonic(),
         )

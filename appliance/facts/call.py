@@ -39,6 +39,10 @@ class Caller(msgspec.Struct, frozen=True, gc=False):
     session: bytes = b""
 
 
+ABSENT = msgspec.Raw(b"")
+"""A field of a body that is not there: always this object, so that looking for it is one comparison."""
+
+
 class Ask(msgspec.Struct, gc=False):
     """The few fields of a request's body that are read. Everything else stays raw and reaches the engine byte for byte.
 
@@ -48,17 +52,17 @@ class Ask(msgspec.Struct, gc=False):
     """
 
     model: object = None
-    stream: msgspec.Raw = msgspec.Raw(b"")
-    stream_options: msgspec.Raw = msgspec.Raw(b"")
-    max_tokens: msgspec.Raw = msgspec.Raw(b"")
-    max_completion_tokens: msgspec.Raw = msgspec.Raw(b"")
-    n: msgspec.Raw = msgspec.Raw(b"")
-    messages: msgspec.Raw = msgspec.Raw(b"")
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    input: msgspec.Raw = msgspec.Raw(b"")
-    user: msgspec.Raw = msgspec.Raw(b"")
-    session_id: msgspec.Raw = msgspec.Raw(b"")
-    previous_response_id: msgspec.Raw = msgspec.Raw(b"")
+    stream: msgspec.Raw = ABSENT
+    stream_options: msgspec.Raw = ABSENT
+    max_tokens: msgspec.Raw = ABSENT
+    max_completion_tokens: msgspec.Raw = ABSENT
+    n: msgspec.Raw = ABSENT
+    messages: msgspec.Raw = ABSENT
+    prompt: msgspec.Raw = ABSENT
+    input: msgspec.Raw = ABSENT
+    user: msgspec.Raw = ABSENT
+    session_id: msgspec.Raw = ABSENT
+    previous_response_id: msgspec.Raw = ABSENT
 
 
 class Call:

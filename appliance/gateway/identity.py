@@ -7,7 +7,7 @@ address where it names none.
 from __future__ import annotations
 
 from ..facts.bands import AdmissionSettings
-from ..facts.call import Ask, Caller
+from ..facts.call import ABSENT, Ask, Caller
 from ..facts.errors import Refusal
 
 BAND_FIELD = b"x-appliance-band"
@@ -19,7 +19,9 @@ _MOST_TENANT_BYTES = 200
 def caller_of(headers: dict[bytes, bytes], ask: Ask, peer: str, admission: AdmissionSettings) -> Caller:
     """The caller of a request. `peer` is the client's address with its port. Raises Refusal for an unknown band."""
     session = session_of(headers, ask)
-    tenant = session.strip(b'"')[:_MOST_TENANT_BYTES].decode("utf-8", "replace") or peer.rpartition(":")[0]
+    tenant = session.strip(b'"')[:_MOST_TENANT_BYTES].decode("utf-8", "replace") if session else ""
+    if not tenant:
+        tenant = peer.rpartition(":")[0]
     return Caller("", tenant, band_of(headers, admission), session)
 
 
@@ -44,6 +46,8 @@ def session_of(headers: dict[bytes, bytes], ask: Ask) -> bytes:
     named = headers.get(b"x-session-id", b"")
     if named:
         return named
+    if ask.session_id is ABSENT and ask.user is ABSENT:
+        return b""
     for raw in (ask.session_id, ask.user):
         value = bytes(raw)
         if len(value) > 2 and value[:1] == b'"':
@@ -73,5 +77,7 @@ def answer_bound(ask: Ask) -> int | None:
 
 def answer_count(ask: Ask) -> int:
     """How many answers are asked for (`n`), at least 1."""
+    if ask.n is ABSENT:
+        return 1
     raw = bytes(ask.n)
     return max(1, int(raw)) if raw.isdigit() and len(raw) < 6 else 1

@@ -32,8 +32,10 @@ ERROR_BYTES = 1048576
 TAIL_BYTES = 16384
 """Of an answer too large to hold, the last part that is kept to find its usage in."""
 
-_TO_ENGINES = (b"content-type", b"accept", b"traceparent", b"tracestate", b"user-agent")
-_TO_ENGINES_TRACED = (b"content-type", b"accept", b"user-agent")
+_TO_ENGINES = (b"content-type", b"accept", b"user-agent")
+_TRACE_CONTEXT = (b"traceparent", b"tracestate")
+_MOST_KNOWN_LINES = 512
+_LONGEST_KNOWN_LINES = 512
 
 
 class Exchange:
@@ -241,17 +243,15 @@ class Exchange:
 
     def _request(self, now: float) -> bytes:
         """The bytes of the request. Raises UpstreamFailed when the endpoint's key cannot be read."""
-        call = self._errand.call
-        get = call.headers.get
-        fields = b"x-request-id: %b\r\n" % call.request_id
-        fields += self.trace
-        for name in _TO_ENGINES_TRACED if self.trace else _TO_ENGINES:
-            value = get(name)
-            if value is not None:
-                fields += b"%b: %b\r\n" % (name, value)
-        body = self._body
+        call, body = self._errand.call, self._body
+        headers = call.headers
+        lines = b"x-request-id: %b\r\n%b" % (call.request_id, _lines_to_engines(headers))
+        if self.trace:
+            lines += self.trace
+        elif b"traceparent" in headers or b"tracestate" in headers:
+            lines += _lines(_TRACE_CONTEXT, headers)
         length = len(body) if body or call.method == b"POST" else -1
-        return self._upstream.request_head(call.method, call.target, fields, length, now) + body
+        return self._upstream.request_head(call.method, call.target, lines, length, now) + body
 
     def _start(self, head: ResponseHead, length: int | None) -> float:
         """Nothing can be tried again from here on. Answers with the time. Raises UpstreamFailed where comments have
@@ -276,6 +276,27 @@ class Exchange:
             if len(body) >= bound and not reader.ended:
                 return bytes(body[:bound]), False
         return bytes(body), not reader.surplus
+
+
+_known_lines: dict[tuple[bytes | None, ...], bytes] = {}
+
+
+def _lines_to_engines(headers: dict[bytes, bytes]) -> bytes:
+    """The client's header lines that go on to an engine. Clients send few different ones."""
+    get = headers.get
+    values = get(b"content-type"), get(b"accept"), get(b"user-agent")  # of _TO_ENGINES
+    known = _known_lines.get(values)
+    if known is None:
+        known = _lines(_TO_ENGINES, headers)
+        if len(known) <= _LONGEST_KNOWN_LINES:
+            if len(_known_lines) >= _MOST_KNOWN_LINES:
+                _known_lines.clear()
+            _known_lines[values] = known
+    return known
+
+
+def _lines(names: tuple[bytes, ...], headers: dict[bytes, bytes]) -> bytes:
+    return b"".join([b"%b: %b\r\n" % (name, headers[name]) for name in names if name in headers])
 
 
 def _is_final(early: bytes) -> bool:

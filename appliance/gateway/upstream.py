@@ -239,17 +239,16 @@ class Upstream:
 
         Raises UpstreamFailed when the endpoint's key cannot be read.
         """
+        key = self._key_field
         if self.endpoint.api_key_file:
-            fields += b"authorization: Bearer " + self._read_key(now) + b"\r\n"
-        elif self._key_field:
-            if not self._key_usable:
-                raise UpstreamFailed(
-                    "refused", f"the key of endpoint {self.endpoint.id} has more than visible characters"
-                )
-            fields += self._key_field
-        if length >= 0:
-            fields += b"content-length: %d\r\n" % length
-        return b"%b %b%b HTTP/1.1\r\n%b%b\r\n" % (method, self._base, target, self._host_field, fields)
+            key = b"authorization: Bearer %b\r\n" % self._read_key(now)
+        elif key and not self._key_usable:
+            detail = f"the key of endpoint {self.endpoint.id} has more than visible characters"
+            raise UpstreamFailed("refused", detail)
+        body = b"" if length < 0 else b"content-length: %d\r\n" % length
+        return b"%b %b%b HTTP/1.1\r\n%b%b%b%b\r\n" % (
+            method, self._base, target, self._host_field, fields, key, body,
+        )  # fmt: skip
 
     def _read_key(self, now: float) -> bytes:
         if now >= self._key_until:

@@ -148,16 +148,14 @@ class Tally:
             self.prompt_tokens = prompt
         if completion:
             self.completion_tokens = completion
-        cached = (
-            _detail(usage.prompt_tokens_details, "cached_tokens")
-            or _detail(usage.input_tokens_details, "cached_tokens")
-            or _count(usage.cache_read_input_tokens)
-        )
+        details = usage.prompt_tokens_details or usage.input_tokens_details
+        cached = _detail(details, "cached_tokens") if details else 0
+        if not cached and usage.cache_read_input_tokens is not None:
+            cached = _count(usage.cache_read_input_tokens)
         if cached:
             self.cached_tokens = cached
-        reasoning = _detail(usage.completion_tokens_details, "reasoning_tokens") or _detail(
-            usage.output_tokens_details, "reasoning_tokens"
-        )
+        details = usage.completion_tokens_details or usage.output_tokens_details
+        reasoning = _detail(details, "reasoning_tokens") if details else 0
         if reasoning:
             self.reasoning_tokens = reasoning
 

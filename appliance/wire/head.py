@@ -8,12 +8,15 @@ needed all the same, and its callbacks cost twice as much as all of this. `tests
 h11's reading.)
 
 What makes it cheap: the lines of a client repeat from request to request, all but one or two. A line that was judged
-once is found again by its bytes, so a head of eight lines costs eight dictionary look-ups.
+once is found again by its bytes, so a head of eight lines costs eight dictionary look-ups. Most often the length of the
+body is all that differs, so a whole head is found again by its bytes without those digits: an official client sends
+eighteen lines, which take 10 microseconds one by one and 2 at once.
 """
 
 from __future__ import annotations
 
 import re
+from typing import TypeVar
 
 HEAD_END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 65536
@@ -27,6 +30,12 @@ KNOWN_BYTES = 16 << 20
 """Bounds of the three memories of lines, and what they hold together when somebody fills them on purpose (a line is
 kept beside its parts, and a request line has three). A full one is emptied, since what repeats is soon back."""
 
+MOST_KNOWN_HEADS = 256
+LONGEST_KNOWN_HEAD = 2048
+KNOWN_HEADS_BYTES = 12 << 20
+"""The same for each of the two memories of whole heads."""
+
+_LENGTH_LINE = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,18})\r\n")
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,24}) ([!-~]+) HTTP/1\.([01])")
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
 _FIELD_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
@@ -105,10 +114,81 @@ class ResponseHead:
 _known_fields: dict[bytes, tuple[bytes, bytes]] = {}
 _known_requests: dict[bytes, tuple[bytes, bytes, bytes, bytes, int]] = {}
 _known_statuses: dict[bytes, tuple[int, int]] = {}
+_known_request_heads: dict[bytes, tuple[RequestHead, int]] = {}
+_known_response_heads: dict[bytes, tuple[ResponseHead, int]] = {}
+Head = TypeVar("Head", RequestHead, ResponseHead)
 
 
 def read_request(head: bytes) -> RequestHead:
     """Read a request head, given whole with its empty line. Raises BadHead."""
+    told = _LENGTH_LINE.search(head)
+    if told is None or len(head) > LONGEST_KNOWN_HEAD:
+        return _judge_request(head)
+    start, end = told.span(1)
+    rest = head[:start] + head[end:]
+    known = _known_request_heads.get(rest)
+    if known is None:
+        judged = _judge_request(head)
+        known = _remember(_known_request_heads, rest, judged, judged.fields)
+    like, place = known
+    request = RequestHead()
+    request.method = like.method
+    request.target = like.target
+    request.path = like.path
+    request.query = like.query
+    request.minor = like.minor
+    request.chunked = False
+    request.expects_continue = like.expects_continue
+    request.keep_alive = like.keep_alive
+    request.length = int(told[1])
+    request.fields, request.by_name = _with_length(like.fields, like.by_name, place, told[1])
+    return request
+
+
+def read_response(head: bytes, *, to_head_request: bool = False) -> ResponseHead:
+    """Read an upstream's response head, given whole with its empty line. Raises BadHead."""
+    told = _LENGTH_LINE.search(head)
+    if told is None or to_head_request or len(head) > LONGEST_KNOWN_HEAD:
+        return _judge_response(head, to_head_request)
+    start, end = told.span(1)
+    rest = head[:start] + head[end:]
+    known = _known_response_heads.get(rest)
+    if known is None:
+        judged = _judge_response(head, to_head_request)
+        if judged.status < 200 or judged.status in _NO_BODY:
+            return judged  # its length is not that of a body
+        known = _remember(_known_response_heads, rest, judged, judged.fields)
+    like, place = known
+    response = ResponseHead()
+    response.status = like.status
+    response.chunked = False
+    response.keep_alive = like.keep_alive
+    response.length = int(told[1])
+    response.fields, response.by_name = _with_length(like.fields, like.by_name, place, told[1])
+    return response
+
+
+def _remember(known: dict[bytes, tuple[Head, int]], rest: bytes, head: Head, fields: Fields) -> tuple[Head, int]:
+    """Keep a head that was found good, by its bytes without the digits of its only content-length, and the place of
+    that field. No other head has these bytes: one with an empty length is refused, and never looked up."""
+    if len(known) >= MOST_KNOWN_HEADS:
+        known.clear()
+    seen = known[rest] = head, [name for name, _ in fields].index(b"content-length")
+    return seen
+
+
+def _with_length(
+    fields: Fields, by_name: dict[bytes, bytes], place: int, value: bytes
+) -> tuple[Fields, dict[bytes, bytes]]:
+    """The fields of a known head under another length; the known ones are nobody's to change."""
+    fields = fields.copy()
+    fields[place] = (b"content-length", value)
+    by_name = by_name.copy()
+    by_name[b"content-length"] = value
+    return fields, by_name
+
+
+def _judge_request(head: bytes) -> RequestHead:
     lines = head[:-4].split(b"\r\n")
     known = _known_requests.get(lines[0]) or _request_line(lines[0])
     fields, by_name = _fields(lines, _ONCE)
@@ -148,8 +228,7 @@ def read_request(head: bytes) -> RequestHead:
     return request
 
 
-def read_response(head: bytes, *, to_head_request: bool = False) -> ResponseHead:
-    """Read an upstream's response head, given whole with its empty line. Raises BadHead."""
+def _judge_response(head: bytes, to_head_request: bool) -> ResponseHead:
     lines = head[:-4].split(b"\r\n")
     minor, status = _known_statuses.get(lines[0]) or _status_line(lines[0])
     fields, by_name = _fields(lines, _ONCE_IN_RESPONSE)

@@ -76,11 +76,13 @@ def saturation(waiting: int, kv: float, running: int, capacity: int) -> float:
     """
     figure = kv / KV_LIMIT
     if capacity:
-        if running / capacity > figure:
-            figure = running / capacity
-        if running - capacity > waiting:
+        batches = running / capacity
+        if batches > figure:
+            figure = batches
+        if batches > 1.0 and running - capacity > waiting:
             waiting = running - capacity
-    return figure if figure > waiting / QUEUE_LIMIT else waiting / QUEUE_LIMIT
+    queue = waiting / QUEUE_LIMIT
+    return figure if figure > queue else queue
 
 
 class Load:
@@ -369,10 +371,11 @@ class Load:
 
     def _weigh(self) -> None:
         running = self.inflight + self.leased + self.foreign
-        self.saturation = saturation(self.waiting, self.kv, running, self.capacity)
-        if self.capacity:
+        capacity = self.capacity
+        self.saturation = saturation(self.waiting, self.kv, running, capacity)
+        if capacity:
             self.open = True
-            self.crowded = running >= self.capacity + OVERHANG
+            self.crowded = running >= capacity + OVERHANG
         else:
             self.open = self.elastic or running < max(self.mark, len(self._seen)) + UNPROVEN
             self.crowded = not self.open

@@ -313,7 +313,7 @@ class Admission:
     def _freed(self, load: Load, now: float) -> Sequence[Ticket]:
         """Something of ours left this endpoint: give the room out, or forget an endpoint that has left the table."""
         if load.lanes:
-            return self._fill(load.lanes, now)
+            return self._fill(load.lanes, now) if self.lines.count else NOBODY
         self._forget_if_gone(load)
         return NOBODY
 
