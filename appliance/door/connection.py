@@ -142,7 +142,7 @@ class Connection:
 
     async def _serve_one(self) -> bool:
         """One request; whether another may follow."""
-        limits = self.limits
+        limits, site, sleeper = self.limits, self.site, self._sleeper
         request: RequestHead | None = None
         reply: HttpReply | None = None
         started = 0.0
@@ -153,13 +153,13 @@ class Connection:
                 end = await self._rest_of_head()
             request = head.read_request(self._buffer[:end])
             self._buffer = self._buffer[end:]
-            self._sleeper.disarm()  # what held until here must not strike in the middle of the answer
+            sleeper.disarm()  # what held until here must not strike in the middle of the answer
             started = time.monotonic()
-            keep = request.keep_alive and not self.site.draining
-            reply = HttpReply(self.line, self._sleeper, request.minor, keep, _request_id(request), limits.write_stall_s)
+            keep = request.keep_alive and not site.draining
+            reply = HttpReply(self.line, sleeper, request.minor, keep, _request_id(request), limits.write_stall_s)
             if request.method == b"HEAD":
                 reply.without_body()
-            plan = self.site.admit(request, reply, self.peer)
+            plan = site.admit(request, reply, self.peer)
             body = b""
             if request.length or request.chunked:
                 body = self._body_at_hand(request) or await self._body(request)
@@ -167,7 +167,7 @@ class Connection:
             self._answering = True
             if self.line.hung_up:
                 raise ClientLeft
-            await self.site.answer(plan, request, body, reply)
+            await site.answer(plan, request, body, reply)
         except BadHead as bad:
             self._unread = True
             code = "header_too_large" if bad.status == 431 else "bad_request"
@@ -201,12 +201,12 @@ class Connection:
             )
         finally:
             self._answering = False
-            self._sleeper.disarm()
+            sleeper.disarm()
             if self._reserved:
                 self._buffers.release(self._reserved)
                 self._reserved = 0
             if reply is not None:
-                self.site.record(request, reply, self.peer, started)
+                site.record(request, reply, self.peer, started)
                 if reply.until_close and reply.started and not reply.ended:
                     self.line.abort()  # after an ordinary close the part that was sent would look whole
         return reply.keep_alive and reply.ended

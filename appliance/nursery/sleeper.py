@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from typing import NoReturn, TypeVar
 
 import outcome
@@ -78,8 +78,12 @@ class Sleeper:
         self.due_name = ""
         self.on_sweep: Callable[[float], None] | None = None
 
-    async def sleep(self) -> None:
-        """Wait for the next `wake`. Raises the reason of a cut, be it made before or during the sleep."""
+    def sleep(self) -> Awaitable[None]:
+        """Wait for the next `wake`: to be awaited at once. Raises the reason of a cut, be it made before or during the
+        sleep.
+
+        No coroutine of its own: every wake would have to pass through it on its way to the task.
+        """
         if self._cut is not None:
             cut, self._cut = self._cut, None
             raise cut
@@ -87,7 +91,7 @@ class Sleeper:
         if owner is None:
             owner = self._owner = trio.lowlevel.current_task()
         self._task = owner
-        await trio.lowlevel.wait_task_rescheduled(self._abandon)
+        return trio.lowlevel.wait_task_rescheduled(self._abandon)  # noqa: ASYNC105 - the caller awaits it
 
     def wake(self) -> None:
         """End the present sleep, if there is one."""

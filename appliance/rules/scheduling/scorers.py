@@ -39,8 +39,11 @@ def queue(members: Sequence[Member]) -> list[float]:
     scores = []
     for member in members:
         waiting = member.waiting
-        if member.batch and member.in_flight + member.foreign - member.batch > waiting:
-            waiting = member.in_flight + member.foreign - member.batch
+        batch = member.batch
+        if batch:
+            beyond = member.in_flight + member.foreign - batch
+            if beyond > waiting:
+                waiting = beyond
         scores.append(1.0 - waiting / QUEUE_LIMIT if waiting < QUEUE_LIMIT else 0.0)
     return scores
 
