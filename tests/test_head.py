@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from appliance.wire import head
+from appliance.wire import head, headlines
 from appliance.wire.head import BadHead, check_beginning, end_of_head, read_request, read_response
 from tests.smuggling import HEADS, Shape
 
@@ -16,9 +16,9 @@ from tests.smuggling import HEADS, Shape
 def nothing_known() -> Iterator[None]:
     """Every test starts and leaves without remembered lines."""
     known = (
-        head._known_fields,
-        head._known_requests,
-        head._known_statuses,
+        headlines._known_fields,
+        headlines.known_requests,
+        headlines.known_statuses,
         head._known_request_heads,
         head._known_response_heads,
     )
@@ -130,14 +130,14 @@ def test_the_largest_head() -> None:
     assert end_of_head(raw) == -1
     assert end_of_head(raw + b"\r\n\r\n") == len(raw) + 4
     assert judged(raw + b"a") == 431
-    fields = [b"x-%d: 1" % number for number in range(head.MAX_FIELDS)]
+    fields = [b"x-%d: 1" % number for number in range(headlines.MAX_FIELDS)]
     assert judged(b"\r\n".join((b"GET / HTTP/1.1", b"host: x", *fields[1:], b"", b""))) == 0
     assert judged(b"\r\n".join((b"GET / HTTP/1.1", b"host: x", *fields, b"", b""))) == 431
 
 
 def test_the_longest_target() -> None:
-    assert judged(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"a" * (head.MAX_TARGET_BYTES - 1))) == 0
-    assert judged(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"a" * head.MAX_TARGET_BYTES)) == 431
+    assert judged(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"a" * (headlines.MAX_TARGET_BYTES - 1))) == 0
+    assert judged(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"a" * headlines.MAX_TARGET_BYTES)) == 431
 
 
 @pytest.mark.parametrize(
@@ -200,31 +200,31 @@ def test_responses_that_are_refused(raw: bytes) -> None:
 
 def test_the_memory_of_lines_is_bounded() -> None:
     """A flood of lines that are all new: neither more lines than the bound, nor more bytes than is promised."""
-    filler = b"a" * (head.LONGEST_KNOWN_LINE - 30)
+    filler = b"a" * (headlines.LONGEST_KNOWN_LINE - 30)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        for number in range(head.MOST_KNOWN_LINES - 1):
+        for number in range(headlines.MOST_KNOWN_LINES - 1):
             target = b"/%d%b?%d" % (number, filler[8:], number)
             read_request(b"GET %b HTTP/1.1\r\nhost: x\r\nx-%d: %b\r\n\r\n" % (target, number, filler))
             read_response(b"HTTP/1.1 200 %d%b\r\nx-%d: %b\r\n\r\n" % (number, filler, number, filler))
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most - before < head.KNOWN_BYTES
-    assert len(head._known_requests) == len(head._known_statuses) == head.MOST_KNOWN_LINES - 1
+    assert most - before < headlines.KNOWN_BYTES
+    assert len(headlines.known_requests) == len(headlines.known_statuses) == headlines.MOST_KNOWN_LINES - 1
     for number in range(10):
         read_request(b"GET /again%d HTTP/1.1\r\nhost: x\r\ny-%d: 1\r\n\r\n" % (number, number))
-        assert len(head._known_requests) <= head.MOST_KNOWN_LINES
-        assert len(head._known_fields) <= head.MOST_KNOWN_LINES
+        assert len(headlines.known_requests) <= headlines.MOST_KNOWN_LINES
+        assert len(headlines._known_fields) <= headlines.MOST_KNOWN_LINES
 
 
 def test_long_lines_are_not_remembered() -> None:
-    long = b"a" * head.LONGEST_KNOWN_LINE
+    long = b"a" * headlines.LONGEST_KNOWN_LINE
     read_request(b"GET /%b HTTP/1.1\r\nhost: x\r\nx: %b\r\n\r\n" % (long, long))
     read_response(b"HTTP/1.1 200 %b\r\nx: %b\r\n\r\n" % (long, long))
-    assert not head._known_requests and not head._known_statuses
-    assert list(head._known_fields) == [b"host: x"]
+    assert not headlines.known_requests and not headlines.known_statuses
+    assert list(headlines._known_fields) == [b"host: x"]
 
 
 def test_what_was_read_cannot_be_changed_through_another_request() -> None:
@@ -302,7 +302,7 @@ def test_the_memory_of_heads_is_bounded() -> None:
         for number in range(2 * head.MOST_KNOWN_HEADS):
             fields = b"".join(b"%x-%d: 1\r\n" % (number, each) for each in range(120))
             read_request(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n" + fields + b"\r\n")
-            head._known_fields.clear()
+            headlines._known_fields.clear()
             assert len(head._known_request_heads) <= head.MOST_KNOWN_HEADS
         _, most = tracemalloc.get_traced_memory()
     finally:

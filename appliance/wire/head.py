@@ -1,16 +1,13 @@
 """HTTP/1.1 heads: the request's and the response's, read by one strict grammar.
 
 A head is taken whole: the caller finds its end (`end_of_head`), then `read_request` or `read_response` cuts it into
-lines and judges each by a pattern that leaves no room for two readings: no bare CR or LF, no folding, no control
-characters, no space before a colon, nothing but HTTP/1.0 and 1.1. (llhttp was tried in its place: httptools 0.9 accepts
-a missing or a second Host, HTTP/0.9, RTSP, transfer-encoding on HTTP/1.0 and `gzip, chunked`, so every rule here was
-needed all the same, and its callbacks cost twice as much as all of this. `tests/test_head_against_h11.py` holds us to
-h11's reading.)
+lines and judges each (`headlines`). (llhttp was tried in its place: httptools 0.9 accepts a missing or a second Host,
+HTTP/0.9, RTSP, transfer-encoding on HTTP/1.0 and `gzip, chunked`, so every rule here was needed all the same, and its
+callbacks cost twice as much as all of this. `tests/test_head_against_h11.py` holds us to h11's reading.)
 
-What makes it cheap: the lines of a client repeat from request to request, all but one or two. A line that was judged
-once is found again by its bytes, so a head of eight lines costs eight dictionary look-ups. Most often the length of the
-body is all that differs, so a whole head is found again by its bytes without those digits: an official client sends
-eighteen lines, which take 10 microseconds one by one and 2 at once.
+What makes it cheap: most often the length of the body is all that differs between the heads of a client, so a head is
+found again by its bytes without those digits. An official client sends eighteen lines, which take 10 microseconds one
+by one and 2 at once.
 """
 
 from __future__ import annotations
@@ -18,27 +15,26 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
+from .headlines import (
+    BadHead as BadHead,
+    Fields as Fields,
+    fields_of,
+    keeps_alive,
+    known_requests,
+    known_statuses,
+    length_of,
+    request_line,
+    status_line,
+)
+
 HEAD_END = b"\r\n\r\n"
 MAX_HEAD_BYTES = 65536
-MAX_FIELDS = 128
-MAX_TARGET_BYTES = 8192
-"""Targets are kept with the records of requests, so that one must not be as long as a head may be."""
-
-MOST_KNOWN_LINES = 4096
-LONGEST_KNOWN_LINE = 512
-KNOWN_BYTES = 16 << 20
-"""Bounds of the three memories of lines, and what they hold together when somebody fills them on purpose (a line is
-kept beside its parts, and a request line has three). A full one is emptied, since what repeats is soon back."""
-
 MOST_KNOWN_HEADS = 256
 LONGEST_KNOWN_HEAD = 2048
 KNOWN_HEADS_BYTES = 12 << 20
-"""The same for each of the two memories of whole heads."""
+"""Bounds of the two memories of heads, and what each holds when somebody fills it on purpose. A full one is emptied."""
 
 _LENGTH_LINE = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,18})\r\n")
-_REQUEST_LINE = re.compile(rb"([A-Z]{1,24}) ([!-~]+) HTTP/1\.([01])")
-_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
-_FIELD_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
 _HOST = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+;=:\[\]]*")
 _ONCE = frozenset(
     (
@@ -54,17 +50,6 @@ _ONCE = frozenset(
 )
 _ONCE_IN_RESPONSE = frozenset((b"content-length", b"transfer-encoding"))
 _NO_BODY = frozenset((204, 304))
-
-Fields = list[tuple[bytes, bytes]]
-"""Header fields in their order: lower-case name, value without surrounding blanks."""
-
-
-class BadHead(Exception):
-    """A head that is refused. `status` is the answer it deserves."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class RequestHead:
@@ -111,9 +96,6 @@ class ResponseHead:
     status: int
 
 
-_known_fields: dict[bytes, tuple[bytes, bytes]] = {}
-_known_requests: dict[bytes, tuple[bytes, bytes, bytes, bytes, int]] = {}
-_known_statuses: dict[bytes, tuple[int, int]] = {}
 _known_request_heads: dict[bytes, tuple[RequestHead, int]] = {}
 _known_response_heads: dict[bytes, tuple[ResponseHead, int]] = {}
 Head = TypeVar("Head", RequestHead, ResponseHead)
@@ -190,8 +172,8 @@ def _with_length(
 
 def _judge_request(head: bytes) -> RequestHead:
     lines = head[:-4].split(b"\r\n")
-    known = _known_requests.get(lines[0]) or _request_line(lines[0])
-    fields, by_name = _fields(lines, _ONCE)
+    known = known_requests.get(lines[0]) or request_line(lines[0])
+    fields, by_name = fields_of(lines, _ONCE)
     request = RequestHead()
     request.method, request.target, request.path, request.query, minor = known
     request.fields = fields
@@ -208,7 +190,7 @@ def _judge_request(head: bytes) -> RequestHead:
     if not request.target.startswith(b"/"):
         _take_absolute(request, host)
     length = get(b"content-length")
-    request.length = 0 if length is None else _length(length)
+    request.length = 0 if length is None else length_of(length)
     coding = get(b"transfer-encoding")
     if coding is not None:
         if minor == 0:
@@ -219,7 +201,7 @@ def _judge_request(head: bytes) -> RequestHead:
             raise BadHead("the only transfer-encoding understood is chunked", status=501)
         request.chunked = True
     connection = get(b"connection")
-    request.keep_alive = minor == 1 if connection is None else _keeps_alive(connection, minor)
+    request.keep_alive = minor == 1 if connection is None else keeps_alive(connection, minor)
     expect = get(b"expect")
     if expect is not None:
         if expect.lower() != b"100-continue":
@@ -230,8 +212,8 @@ def _judge_request(head: bytes) -> RequestHead:
 
 def _judge_response(head: bytes, to_head_request: bool) -> ResponseHead:
     lines = head[:-4].split(b"\r\n")
-    minor, status = _known_statuses.get(lines[0]) or _status_line(lines[0])
-    fields, by_name = _fields(lines, _ONCE_IN_RESPONSE)
+    minor, status = known_statuses.get(lines[0]) or status_line(lines[0])
+    fields, by_name = fields_of(lines, _ONCE_IN_RESPONSE)
     response = ResponseHead()
     response.status = status
     response.fields = fields
@@ -239,7 +221,7 @@ def _judge_response(head: bytes, to_head_request: bool) -> ResponseHead:
     response.chunked = False
     get = by_name.get
     length = get(b"content-length")
-    response.length = None if length is None else _length(length)
+    response.length = None if length is None else length_of(length)
     coding = get(b"transfer-encoding")
     if coding is not None:
         if coding.lower() != b"chunked" or length is not None or minor == 0:
@@ -249,7 +231,7 @@ def _judge_response(head: bytes, to_head_request: bool) -> ResponseHead:
         response.length = 0
         response.chunked = False
     connection = get(b"connection")
-    response.keep_alive = (minor == 1 if connection is None else _keeps_alive(connection, minor)) and (
+    response.keep_alive = (minor == 1 if connection is None else keeps_alive(connection, minor)) and (
         response.chunked or response.length is not None
     )
     return response
@@ -281,88 +263,6 @@ def check_beginning(data: bytes) -> None:
         raise BadHead("this is TLS, and plain HTTP is spoken here" if tls else "malformed request line")
 
 
-def _fields(lines: list[bytes], once: frozenset[bytes]) -> tuple[Fields, dict[bytes, bytes]]:
-    """The fields below the first line, in order and by name."""
-    known = _known_fields
-    fields: Fields = [known.get(line) or _field(line) for line in lines[1:]]
-    by_name = dict(fields)
-    if len(by_name) != len(fields):
-        _check_repeated(fields, by_name, once)
-    if len(fields) > MAX_FIELDS:
-        raise BadHead(f"more than {MAX_FIELDS} header fields", status=431)
-    return fields, by_name
-
-
-def _field(line: bytes) -> tuple[bytes, bytes]:
-    match = _FIELD_LINE.fullmatch(line)
-    if match is None:
-        raise BadHead(_why_malformed(line))
-    field = match[1].lower(), match[2].rstrip(b" \t")
-    if len(line) <= LONGEST_KNOWN_LINE:
-        if len(_known_fields) >= MOST_KNOWN_LINES:
-            _known_fields.clear()
-        _known_fields[line] = field
-    return field
-
-
-def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bytes, int]:
-    match = _REQUEST_LINE.fullmatch(line)
-    if match is None:
-        if re.search(rb" HTTP/[0-9.]+$", line) and not re.search(rb" HTTP/1\.[01]$", line):
-            raise BadHead("only HTTP/1.0 and HTTP/1.1 are spoken here")
-        raise BadHead("malformed request line")
-    target = match[2]
-    if len(target) > MAX_TARGET_BYTES:
-        raise BadHead(f"request target larger than {MAX_TARGET_BYTES} bytes", status=431)
-    if b"#" in target:
-        raise BadHead("a request target has no fragment")
-    path, _, query = target.partition(b"?")
-    known = match[1], target, path, query, match[3][0] - 48
-    if len(line) <= LONGEST_KNOWN_LINE:
-        if len(_known_requests) >= MOST_KNOWN_LINES:
-            _known_requests.clear()
-        _known_requests[line] = known
-    return known
-
-
-def _status_line(line: bytes) -> tuple[int, int]:
-    match = _STATUS_LINE.fullmatch(line)
-    if match is None:
-        raise BadHead("malformed status line")
-    known = match[1][0] - 48, int(match[2])
-    if len(line) <= LONGEST_KNOWN_LINE:
-        if len(_known_statuses) >= MOST_KNOWN_LINES:
-            _known_statuses.clear()
-        _known_statuses[line] = known
-    return known
-
-
-def _check_repeated(fields: Fields, by_name: dict[bytes, bytes], once: frozenset[bytes]) -> None:
-    """Refuse what must not be repeated; a repeated Connection means all its values."""
-    names = [name for name, _ in fields]
-    for name in once:
-        if names.count(name) > 1:
-            raise BadHead(f"more than one {name.decode()} header")
-    if names.count(b"connection") > 1:
-        by_name[b"connection"] = b",".join(value for name, value in fields if name == b"connection")
-
-
-def _length(value: bytes) -> int:
-    # isdigit on bytes is ASCII only; the bound keeps a length of a thousand digits from becoming an integer
-    if not value.isdigit() or len(value) > 18:
-        raise BadHead("malformed content-length")
-    return int(value)
-
-
-def _keeps_alive(connection: bytes, minor: int) -> bool:
-    if not connection:
-        return minor == 1
-    tokens = [token.strip(b" \t").lower() for token in connection.split(b",")]
-    if b"close" in tokens:
-        return False
-    return minor == 1 or b"keep-alive" in tokens
-
-
 def _take_absolute(request: RequestHead, host: bytes | None) -> None:
     """A client that takes us for its proxy names the whole URL: scheme and authority go."""
     url = request.target
@@ -373,13 +273,3 @@ def _take_absolute(request: RequestHead, host: bytes | None) -> None:
         raise BadHead("target and Host disagree")
     request.target = slash + rest or b"/"
     request.path, _, request.query = request.target.partition(b"?")
-
-
-def _why_malformed(line: bytes) -> str:
-    if not line:
-        return "an empty header line"
-    if b"\r" in line or b"\n" in line:
-        return "a bare CR or LF in the request header"
-    if line[:1] in b" \t":
-        return "a folded header line"
-    return "malformed header field"
