@@ -16,8 +16,8 @@ import re
 from typing import TypeVar
 
 from .headlines import (
-    BadHead as BadHead,
-    Fields as Fields,
+    BadHead,
+    Fields,
     fields_of,
     keeps_alive,
     known_requests,
@@ -25,6 +25,19 @@ from .headlines import (
     length_of,
     request_line,
     status_line,
+)
+
+__all__ = (
+    "HEAD_END",
+    "MAX_HEAD_BYTES",
+    "BadHead",
+    "Fields",
+    "RequestHead",
+    "ResponseHead",
+    "check_beginning",
+    "end_of_head",
+    "read_request",
+    "read_response",
 )
 
 HEAD_END = b"\r\n\r\n"
