@@ -45,10 +45,10 @@ def replicas(as_json: bool) -> None:
     if found:
         print_table(COLUMNS, [_row(replica) for replica in found])
     told = [line for replica in found for line in _troubles(replica)]
-    for blocks in (told, list(_missing(missing))):
-        if blocks:
+    for number, blocks in enumerate(filter(None, (told, list(_missing(missing))))):
+        if found or number:
             console().print()
-            print_lines(blocks)
+        print_lines(blocks)
 
 
 def _row(replica: dict[str, Any]) -> tuple[str, ...]:
