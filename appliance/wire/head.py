@@ -6,8 +6,8 @@ HTTP/0.9, RTSP, transfer-encoding on HTTP/1.0 and `gzip, chunked`, so every rule
 callbacks cost twice as much as all of this. `tests/test_head_against_h11.py` holds us to h11's reading.)
 
 What makes it cheap: most often the length of the body is all that differs between the heads of a client, so a head is
-found again by its bytes without those digits. An official client sends eighteen lines, which take 10 microseconds one
-by one and 2 at once.
+found again by its bytes without those digits. An official client sends eighteen lines, which take 4.3 microseconds one
+by one and 1.7 at once.
 """
 
 from __future__ import annotations
