@@ -57,3 +57,11 @@ def test_a_router_that_falls_silent_is_told_as_such(
         silent.listen()
         assert run(["ctl", "status"]) == 1
     assert f"{places[0]} gave no answer: timed out; look at the router's log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["cordon", ""], ["explain", "placement", " "], ["models", "stop", ""]])
+def test_an_empty_name_is_no_name(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ctl", *words]) == 2
+    assert (
+        "a name is empty; 'ctl nodes', 'ctl replicas' and 'ctl models' list those there are" in capsys.readouterr().err
+    )

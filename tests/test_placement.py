@@ -110,7 +110,7 @@ def test_a_node_takes_one_cpu_replica_for_each_processor() -> None:
     assert [nodes(rooms.place(cpu)), nodes(rooms.place(cpu)), rooms.place(cpu)] == [["a"], ["a"], None]
     assert [(each.candidate, each.reason) for each in rooms.explain(cpu)] == [
         ("a", "it has 2 CPUs for the 2 replicas there that run on CPUs"),
-        ("b", "it has 1 CPU for the 1 replicas there that run on CPUs"),
+        ("b", "it has 1 CPU for the replica there that runs on CPUs"),
     ]
 
 

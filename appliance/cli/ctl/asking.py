@@ -106,7 +106,10 @@ def stream(*path: str, **query: str | int) -> Iterator[Any]:
 
 
 def _target(path: Iterable[str], query: Mapping[str, str | int]) -> str:
-    target = "/" + "/".join(quote(segment, safe="") for segment in path)
+    segments = list(path)
+    if not all(segment.strip() for segment in segments):
+        raise click.UsageError("a name is empty; 'ctl nodes', 'ctl replicas' and 'ctl models' list those there are")
+    target = "/" + "/".join(quote(segment, safe="") for segment in segments)
     return f"{target}?{urlencode(query)}" if query else target
 
 

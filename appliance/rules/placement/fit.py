@@ -69,7 +69,8 @@ def why_no_cpus(profile: Profile, inventory: Inventory, cpu_replicas: int) -> st
     count = max(1, inventory.cpus.count)
     if profile.gpus_per_node or cpu_replicas < count:
         return ""
-    return f"it has {count} CPU{'s' if count > 1 else ''} for the {cpu_replicas} replicas there that run on CPUs"
+    there = "replica there that runs" if cpu_replicas == 1 else f"{cpu_replicas} replicas there that run"
+    return f"it has {count} CPU{'s' if count > 1 else ''} for the {there} on CPUs"
 
 
 def is_fetched(profile: Profile) -> bool:
