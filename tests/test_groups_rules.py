@@ -247,12 +247,14 @@ def test_addresses_of_a_node_are_the_longest_list_that_anybody_tells() -> None:
     assert len(merged(first, second)["g"].candidates) == 2
 
 
-def test_loopback_of_another_node_comes_last() -> None:
+def test_loopback_comes_last_and_only_where_it_is_ours() -> None:
     own = [*OWN, ipaddress.ip_network("127.0.0.0/8")]
     group = {"agents": {"a": agent(services={"openai": {"port": 8}})}}
     view = read_view(document({"g": group}, addrs=["127.0.0.1", "192.168.1.2", "10.0.0.1"]))
-    (found,) = merge({"d": view}, ALL, own).values()
+    (found,) = merge({"127.0.0.1:6380": view}, ALL, own).values()
     assert found.candidates == ("http://10.0.0.1:8", "http://192.168.1.2:8", "http://127.0.0.1:8")
+    (found,) = merge({"10.0.0.1:6380": view}, ALL, own).values()
+    assert found.candidates == ("http://10.0.0.1:8", "http://192.168.1.2:8")
 
 
 def test_no_address_passes() -> None:

@@ -375,7 +375,7 @@ async def test_answers_are_bounded(answer: bytes, error: str, monkeypatch: pytes
 
 
 async def test_an_engine_cannot_fill_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("appliance.groups.probe.MOST_MODELS", 3)
+    monkeypatch.setattr("appliance.rules.groups.skim.MOST_MODELS", 3)
     async with engine_at("a", "x" * 501, "b", "c") as engine, fake_daemon() as daemon:
         daemon.group("glm", openai=engine.url)
         async with scene(daemons=[daemon.address]) as found:

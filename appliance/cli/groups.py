@@ -23,13 +23,18 @@ log = structlog.get_logger("groups")
 
 class AnnouncedGroups:
     """Made once; `run` in the router's nursery. `follow` has the watches look at the table again. `handed` are daemons
-    that a router watched which was taken over from: it may be seconds until they announce themselves here. Raises
-    StartFailed."""
+    that a router watched which was taken over from: it may be seconds until they announce themselves here; `listening`
+    the sockets of this router. Raises StartFailed."""
 
     def __init__(
-        self, settings: Settings, gateway: Gateway, follow: Callable[[], None], handed: Sequence[str] = ()
+        self,
+        settings: Settings,
+        gateway: Gateway,
+        follow: Callable[[], None],
+        handed: Sequence[str] = (),
+        listening: Callable[[], Sequence[tuple[str, int]]] = tuple,
     ) -> None:
-        self.groups = Groups(settings.groups, secret(settings), handed=handed)
+        self.groups = Groups(settings.groups, secret(settings), handed=handed, listening=listening)
         self._gateway = gateway
         self._follow = follow
         self._scope = trio.CancelScope()

@@ -352,7 +352,13 @@ class Router:
         from .groups import AnnouncedGroups
 
         handed = self._taken.daemons if self._taken else ()
-        return AnnouncedGroups(self.settings, self.gateway, self._follow, handed)
+        return AnnouncedGroups(
+            self.settings,
+            self.gateway,
+            self._follow,
+            handed,
+            lambda: tuple(sock.getsockname()[:2] for sock in (*self.sockets.door, *self.sockets.metrics)),
+        )
 
     def _follow(self) -> None:
         self.watches.follow()

@@ -1,6 +1,6 @@
 """One question over HTTP to a daemon or an engine: a fresh connection, a GET, a bounded answer.
 
-The answer is one JSON document every few seconds, so nothing is kept between two questions, and no connection is ever
+The answer is one document every few seconds, so nothing is kept between two questions, and no connection is ever
 found closed by the other side. What still happens is that an established one breaks: then the question is put once more
 on another. A refused connection and a timeout are answers, and are not asked again.
 """
@@ -11,17 +11,17 @@ import functools
 import os
 import socket
 import ssl
+from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 import trio
 
+from ..rules.groups.sources import is_one_of
 from ..wire.framing import BadFraming, Chunked
 from ..wire.head import BadHead, ResponseHead, end_of_head, read_response
 
-MOST_BYTES = 16 << 20
+MOST_BYTES = 4 << 20
 _MOST_HEAD_BYTES = 64 << 10
 _RECV_BYTES = 64 << 10
 
@@ -34,32 +34,34 @@ class _Broke(Exception):
     """An established connection failed before the answer was whole."""
 
 
-async def ask_json(url: str, within_s: float) -> Any:
-    """The document at an http or https URL. Raises AskFailed within `within_s` seconds."""
+Listening = Sequence[tuple[str, int]]
+"""The sockets of this router. A group that is announced there would serve whatever it is told to serve by ourselves:
+its models would never go away, and their requests go round in a circle."""
+
+
+async def ask(url: str, within_s: float, listening: Listening = ()) -> bytes:
+    """The body at an http or https URL, which must not be one of `listening`. Raises AskFailed within `within_s`
+    seconds."""
     try:
         with trio.fail_after(within_s):
-            body = await _again(url)
+            return await _again(url, listening)
     except trio.TooSlowError:
         raise AskFailed(f"timeout after {within_s:.1f}s") from None
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
-        raise AskFailed("the answer is not JSON") from None
 
 
-async def _again(url: str) -> bytes:
+async def _again(url: str, listening: Listening) -> bytes:
     try:
-        return await _get(url)
+        return await _get(url, listening)
     except _Broke as first:
         try:
-            return await _get(url)
+            return await _get(url, listening)
         except _Broke as second:
             raise AskFailed(f"{second} (and before that: {first})") from None
         except AskFailed as second:
             raise AskFailed(f"{second} (and before that: {first})") from None
 
 
-async def _get(url: str) -> bytes:
+async def _get(url: str, listening: Listening) -> bytes:
     parts = urlsplit(url)
     tls = parts.scheme == "https"
     host, port = parts.hostname or "", parts.port or (443 if tls else 80)
@@ -69,6 +71,9 @@ async def _get(url: str) -> bytes:
     except OSError as error:
         raise AskFailed(f"cannot connect: {_reason(error)}") from None
     try:
+        there, here = plain.socket.getpeername()[:2], plain.socket.getsockname()[0]
+        if is_one_of(listening, there, here):
+            raise AskFailed("this router itself listens there")
         stream: trio.abc.Stream = plain
         if tls:
             stream = trio.SSLStream(plain, _context(), server_hostname=host, https_compatible=True)
@@ -79,7 +84,7 @@ async def _get(url: str) -> bytes:
         )
         await stream.send_all(request.encode())
         return await _answer(stream)
-    except (trio.BrokenResourceError, ssl.SSLError) as error:
+    except (trio.BrokenResourceError, OSError) as error:  # of TLS, too
         raise _Broke(f"connection lost: {_reason(error.__cause__ or error)}") from None
     finally:
         await trio.aclose_forcefully(plain)  # without a word, and without waiting for the other side

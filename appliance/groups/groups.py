@@ -6,8 +6,9 @@ run
 |- probe         one per group
 '- look          time passes: documents and probes go stale, groups retire, daemons are forgotten
 
-Everything that is heard ends in `_settle`, which is one synchronous step: it merges, judges, starts and ends tasks, and
-tells whoever routes when that changes anything.
+What daemons say ends in `_settle`, which is one synchronous step: it merges, judges, starts and ends tasks, and tells
+whoever routes when that changes anything. It happens at once, or, where there is more to do than a tenth of the process
+(`pace.py`), for several documents together. What a probe says is judged alone: it changes nothing about who there is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from ..rules.groups.reception import Heard, Reception
 from ..rules.groups.sources import Network, Sources
 from ..wire import datagram
 from ..wire.interfaces import networks
+from .ask import Listening
 from .listen import Listener
+from .pace import Pace
 from .probe import probe_in_order
 from .watch import PAUSE_S, Watch
 
@@ -57,8 +60,8 @@ class Prober:
 class Groups:
     """What is known of all groups. `published` is told when `endpoints`, `listed` or `gated` changed.
 
-    `key` signs announcements, b"" for none; `handed` are daemons that another router has watched; `clock` is monotonic,
-    `wall` in seconds since 1970, both for tests.
+    `key` signs announcements, b"" for none; `handed` are daemons that another router has watched; `listening` the
+    sockets of this one; `clock` is monotonic, `wall` in seconds since 1970, both for tests.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Groups:
         wall: Callable[[], float] = time.time,
         own: Callable[[], Sequence[Network]] = networks,
         handed: Sequence[str] = (),
+        listening: Callable[[], Listening] = tuple,
     ) -> None:
         self.settings = settings
         self.published = News()
@@ -81,6 +85,7 @@ class Groups:
         self.listener = Listener(self._heard, self._oversize)
         self._sources = Sources(settings.allowed_sources)
         self._key = datagram.secret(key)
+        self._listening = listening
         self._reception = Reception(
             settings.universes,
             self._sources,
@@ -102,6 +107,8 @@ class Groups:
         self._watches: dict[Daemon, trio.CancelScope] = {}
         self._probers: dict[str, Prober] = {}
         self._faults: set[str] = set()
+        self._pace = Pace()
+        self._due = trio.Event()
 
     # -- for whoever routes ------------------------------------------------------------------------------------------
 
@@ -143,10 +150,14 @@ class Groups:
     def heard_out(self) -> bool:
         """Whether every daemon has answered or failed, and every group was probed: what can be known by now is."""
         asked = all(daemon.view is not None or daemon.error for daemon in self.daemons)
-        return asked and all(
-            standing.probed_at is not None or standing.error
-            for name, standing in self._standings.items()
-            if name in self._groups and self._groups[name].candidates
+        return (
+            asked
+            and not self._due.is_set()
+            and all(
+                standing.probed_at is not None or standing.error
+                for name, standing in self._standings.items()
+                if name in self._groups and self._groups[name].candidates
+            )
         )
 
     def status(self) -> dict[str, Any]:
@@ -181,7 +192,10 @@ class Groups:
             self._settle()
             task_status.started()
             while True:
-                await trio.sleep(LOOK_S)
+                with trio.move_on_after(LOOK_S):
+                    await self._due.wait()
+                await self._pace.turn()
+                self._due = trio.Event()
                 try:
                     self._settle()
                 except Exception as fault:
@@ -193,7 +207,7 @@ class Groups:
             while True:
                 await trio.lowlevel.checkpoint_if_cancelled()
                 try:
-                    await Watch(daemon, self.settings.poll_interval_s, self._took, self._lost).run()
+                    await Watch(daemon, self.settings.poll_interval_s, self._pace, self._took, self._lost).run()
                 except Exception as fault:
                     self._survive(f"daemon {daemon.address}", fault)
                 await trio.sleep(PAUSE_S)
@@ -216,13 +230,19 @@ class Groups:
         order = self._standings[name].order(group, self._clock(), self.settings.promote_s)
         if not order:
             return
-        base, entries, errors = await probe_in_order(order, self.settings.probe_timeout_s)
+        base, entries, errors = await probe_in_order(
+            order, self.settings.probe_timeout_s, self._pace, self._listening()
+        )
         group = self._groups.get(name, group)
         if base and base in group.candidates:
             self._standings[name].answered(group, base, entries, self._clock())
         elif not base and order[0] in group.candidates:
             self._standings[name].failed(errors)
-        self._settle()
+        if self._pace.free:
+            with self._pace.work():
+                self._judge(self._clock())
+        else:
+            self._due.set()
 
     # -- what is heard -----------------------------------------------------------------------------------------------
 
@@ -237,12 +257,12 @@ class Groups:
         if isinstance(found, Told):
             _say(found)
         elif isinstance(found, Heard):
-            known = len(self.daemons.all)
+            last = self.daemons.all[-1:]
             told = self.daemons.announced(found, self._clock())
             if told:
                 _say(told)
-            if len(self.daemons.all) != known:
-                self._settle()
+            if self.daemons.all[-1:] != last:
+                self._settle_soon()
 
     def _oversize(self, source: str) -> None:
         told = self._reception.too_large(source)
@@ -256,14 +276,14 @@ class Groups:
             daemon.told = "found"
         elif not taken and daemon in self.daemons.all:
             self._tell_lost(daemon, daemon.error)
-        self._settle()
+        self._settle_soon()
         return taken
 
     def _lost(self, daemon: Daemon, error: str) -> None:
         where = daemon.address
         self.daemons.failed(daemon, error)
         self._tell_lost(daemon, error, where)
-        self._settle()
+        self._settle_soon()
 
     def _tell_lost(self, daemon: Daemon, error: str, where: str = "") -> None:
         """Once. The local daemon is asked without anybody having said that there is one, so its absence is no news."""
@@ -274,7 +294,17 @@ class Groups:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
+    def _settle_soon(self) -> None:
+        if self._pace.free:
+            self._settle()
+        else:
+            self._due.set()
+
     def _settle(self) -> None:
+        with self._pace.work():
+            self._settle_now()
+
+    def _settle_now(self) -> None:
         now, own = self._clock(), self._networks()
         stale_s = STALE_POLLS * self.settings.poll_interval_s
         told = self.daemons.follow_peers(now, stale_s, own)
@@ -284,7 +314,9 @@ class Groups:
         self._follow_daemons()
         before = self._groups
         merged = merge(self.daemons.views(now, stale_s), self._sources, own)
-        self._groups = dict(list(merged.items())[:MOST_GROUPS])
+        if len(merged) > MOST_GROUPS:  # those that were there first stay, whatever the newcomers are called
+            merged = dict(sorted(merged.items(), key=lambda item: (item[0] not in before, item[0]))[:MOST_GROUPS])
+        self._groups = merged
         for name, group in self._groups.items():
             standing = self._standings.get(name)
             if standing is None:

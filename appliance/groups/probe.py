@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from .ask import AskFailed, ask_json
+from ..rules.groups.skim import NotJson, entries
+from .ask import AskFailed, Listening, ask
+from .pace import Pace
 
-MOST_MODELS = 1000
 MOST_NAME = 500
-"""Of one engine: models, and characters in the name of one. Whoever announces must not fill the table."""
+"""Characters in the name of a model. Whoever announces must not fill the table."""
 
-Entries = dict[str, dict[str, Any]]
+Entries = dict[str, Mapping[str, Any]]
 
 
-async def probe(base: str, within_s: float) -> Entries:
+async def probe(base: str, within_s: float, pace: Pace, listening: Listening = ()) -> Entries:
     """The engine's own entries by model. Raises AskFailed."""
-    value = await ask_json(f"{base.rstrip('/')}/models", within_s)
-    data = value.get("data") if isinstance(value, dict) else None
-    return {
-        row["id"]: row
-        for row in (data[:MOST_MODELS] if isinstance(data, list) else ())
-        if isinstance(row, dict) and isinstance(row.get("id"), str) and 0 < len(row["id"]) <= MOST_NAME
-    }
+    body = await ask(f"{base.rstrip('/')}/models", within_s, listening)
+    await pace.turn()
+    try:
+        with pace.work():
+            return {str(row["id"]): row for row in entries(body) if is_model(str(row["id"]))}
+    except NotJson as wrong:
+        raise AskFailed(str(wrong)) from None
 
 
-async def probe_in_order(bases: tuple[str, ...], within_s: float) -> tuple[str, Entries, list[tuple[str, str]]]:
+def is_model(name: str) -> bool:
+    """Whether a text can stand in logs, labels and tables as the name of a model."""
+    return 0 < len(name) <= MOST_NAME and name.isprintable()
+
+
+async def probe_in_order(
+    bases: tuple[str, ...], within_s: float, pace: Pace, listening: Listening = ()
+) -> tuple[str, Entries, list[tuple[str, str]]]:
     """The first of `bases` that answers, with its entries ("" where none does), and what went wrong at those before."""
     errors: list[tuple[str, str]] = []
     for base in bases:
         try:
-            return base, await probe(base, within_s), errors
+            return base, await probe(base, within_s, pace, listening), errors
         except AskFailed as failed:
             errors.append((base, str(failed)))
     return "", {}, errors

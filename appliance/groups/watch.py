@@ -14,9 +14,11 @@ import trio
 
 from ..facts.groups import View
 from ..rules.groups.daemons import Daemon
+from ..rules.groups.skim import NotJson, document
 from ..rules.groups.sources import host_of
 from ..rules.groups.views import NotAView, read_view
-from .ask import MOST_BYTES, AskFailed, ask_json
+from .ask import MOST_BYTES, AskFailed, ask
+from .pace import Pace
 
 STATUS_S = 5.0
 CONNECT_S = 5.0
@@ -30,10 +32,16 @@ class Watch:
     `lost` gets what went wrong."""
 
     def __init__(
-        self, daemon: Daemon, poll_s: float, took: Callable[[Daemon, View], bool], lost: Callable[[Daemon, str], None]
+        self,
+        daemon: Daemon,
+        poll_s: float,
+        pace: Pace,
+        took: Callable[[Daemon, View], bool],
+        lost: Callable[[Daemon, str], None],
     ) -> None:
         self.daemon = daemon
         self._poll_s = poll_s
+        self._pace = pace
         self._took = took
         self._lost = lost
         self._news = trio.Event()
@@ -64,8 +72,11 @@ class Watch:
         daemon = self.daemon
         self.reads += 1
         try:
-            view = read_view(await ask_json(f"http://{daemon.address}/status", STATUS_S))
-        except AskFailed as failed:
+            body = await ask(f"http://{daemon.address}/status", STATUS_S)
+            await self._pace.turn()
+            with self._pace.work():
+                view = read_view(document(body))
+        except (AskFailed, NotJson) as failed:
             self._lost(daemon, str(failed))
             return False
         except NotAView as wrong:

@@ -15,6 +15,9 @@ from .sources import Network, Sources, host_port, ranked
 MOST_WATCHED = 256
 """Daemons besides the seeds. Without a key anybody on an allowed network can announce as many as he likes."""
 MOST_ADDRESSES = 8
+MAKE_ROOM_S = 10.0
+"""How long a daemon that never answered keeps its place where others want it. One more or less a second is little work,
+and whoever does answer stays."""
 STALE_POLLS = 3
 """A document is believed for so many poll intervals."""
 
@@ -23,13 +26,13 @@ class Daemon:
     """One daemon. `address` is where it is asked now; `view` what it said last, at `read_at`; `error` what is wrong,
     "" for nothing. `told` is what was last logged of it: "", "lost" or "found"."""
 
-    __slots__ = ("addresses", "error", "heard_at", "node_id", "read_at", "seed", "told", "view")
+    __slots__ = ("addresses", "error", "heard_at", "known_at", "node_id", "read_at", "seed", "told", "view")
 
     def __init__(self, node_id: str, addresses: Iterable[str], now: float, *, seed: bool = False) -> None:
         self.node_id = node_id
         self.addresses = list(addresses)
         self.seed = seed
-        self.heard_at = now
+        self.known_at = self.heard_at = now
         self.view: View | None = None
         self.read_at: float | None = None
         self.error = ""
@@ -137,12 +140,23 @@ class Daemons:
                 daemon.heard_at = now
                 self._join(daemon, addresses)
                 return None
-        if sum(not daemon.seed for daemon in self.all) >= MOST_WATCHED:
+        if sum(not daemon.seed for daemon in self.all) >= MOST_WATCHED and not self._made_room(now):
             told = None if self._full else Told("daemons_full", fields={"most": MOST_WATCHED, "address": addresses[0]})
             self._full = True
             return told
         self.all.append(Daemon(node_id, addresses[:MOST_ADDRESSES], now))
         return None
+
+    def _made_room(self, now: float) -> bool:
+        """Whether one that never answered could be let go of. Whoever invents daemons must not keep out real ones."""
+        silent = [
+            each
+            for each in self.all
+            if not each.seed and each.read_at is None and each.error and now - each.known_at >= MAKE_ROOM_S
+        ]
+        if silent:
+            self.all.remove(min(silent, key=lambda each: each.known_at))
+        return bool(silent)
 
     def _join(self, daemon: Daemon, addresses: Iterable[str]) -> None:
         """Further addresses of the same node: the newest right behind the one that is asked, so that one which moved is

@@ -57,9 +57,25 @@ def is_own(address: str, own: Sequence[Network]) -> bool:
     return ip is not None and within(ip, own)
 
 
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+
+
 def is_loopback(address: str) -> bool:
     ip = ip_of(address)
-    return ip is not None and ip.is_loopback
+    return address.rstrip(".").lower() in _LOOPBACK_NAMES if ip is None else ip.is_loopback
+
+
+def is_one_of(listening: Iterable[tuple[str, int]], there: tuple[str, int], here: str) -> bool:
+    """Whether a connection from the address `here` to `there` has come out at one of the sockets `listening`."""
+    ip = ip_of(there[0])
+    if ip is None:
+        return False
+    local = ip.is_loopback or ip == ip_of(here)
+    for host, port in listening:
+        bound = ip_of(host)
+        if port == there[1] and bound is not None and (bound == ip or (bound.is_unspecified and local)):
+            return True
+    return False
 
 
 def host_port(host: str, port: int) -> str:

@@ -12,10 +12,14 @@ from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from ...facts.groups import AgentRow, GroupRow, PeerRow, Service, View
+from .sources import ip_of
 
 MOST_NAME = 200
-"""Characters in a group's name."""
+"""Characters in a group's name, and in whatever else is shown of a document."""
+MOST_ADDRESSES = 64
+"""Of one node."""
 _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
+_NUMBER = re.compile(r"([0-9]+|0[xX][0-9a-fA-F]*)\.?")
 _VISIBLE = re.compile(r"[!-~]{1,2000}")
 """An address goes into requests as it is, so nothing that could end a line of one may be in it."""
 
@@ -35,8 +39,8 @@ def read_view(document: object) -> View:
         raise NotAView("no object with groups")
     keyed = _keyed(document)
     return View(
-        _text(document.get("node_id")),
-        _text(document.get("node_ip")),
+        _shown(document.get("node_id")),
+        _shown(document.get("node_ip")),
         _texts(document.get("addrs")),
         tuple(_peers(document.get("peers"))),
         {
@@ -66,11 +70,11 @@ def _peers(peers: object) -> Iterator[PeerRow]:
     if not isinstance(peers, dict):
         return
     for node_id, row in peers.items():
-        if isinstance(row, dict):
+        if isinstance(row, dict) and _is_name(node_id):
             yield PeerRow(
                 node_id,
-                _text(row.get("node_ip")),
-                _text(row.get("link_ip")),
+                _shown(row.get("node_ip")),
+                _shown(row.get("link_ip")),
                 _texts(row.get("addrs")),
                 _port(row.get("http_port")),
                 row.get("alive") is not False,
@@ -100,17 +104,17 @@ def _agent(key: str, row: Document) -> AgentRow:
     openai = _service("openai", row)
     if openai is not None and set(openai.url + openai.path) & set("?#"):
         openai = None  # paths are joined to it
-    return AgentRow(key, row.get("alive") is True, _text(row.get("node_ip")), openai, _service("mcp", row))
+    return AgentRow(key, row.get("alive") is True, _shown(row.get("node_ip")), openai, _service("mcp", row))
 
 
 def _service(name: str, row: Document) -> Service | None:
-    provider = _text(row.get("provider")).lower()
-    note = _text(_get(row.get("service_notes"), name))
+    provider = _shown(row.get("provider")).lower()
+    note = _shown(_get(row.get("service_notes"), name))
     said = _get(row.get("services"), name)
     if isinstance(said, str) and said:
         return _from_url(said, provider, note)
     if isinstance(said, dict):
-        return _from_object(said, _text(said.get("provider")).lower() or provider, _text(said.get("note")) or note)
+        return _from_object(said, _shown(said.get("provider")).lower() or provider, _shown(said.get("note")) or note)
     ports = _get(row.get("services_ports"), name)
     return _from_object(ports, provider, note) if isinstance(ports, dict) else None
 
@@ -129,7 +133,7 @@ def _from_url(text: str, provider: str, note: str) -> Service | None:
         return None
     if host in OPEN_HOSTS:
         return Service("", port, url.path, provider, note) if port else None
-    return Service(text, 0, "", provider, note) if _HOST.fullmatch(host) else None
+    return Service(text, 0, "", provider, note) if _is_host(host) else None
 
 
 def _from_object(said: Document, provider: str, note: str) -> Service | None:
@@ -142,9 +146,17 @@ def _from_object(said: Document, provider: str, note: str) -> Service | None:
         return None
     if host in OPEN_HOSTS:
         return Service("", port, path, provider, note)
-    if not _HOST.fullmatch(host.strip("[]")):
+    if not _is_host(host.strip("[]")):
         return None
     return _from_url(f"http://{_bracketed(host)}:{port}{path}", provider, note)
+
+
+def _is_host(host: str) -> bool:
+    """Whether it is a name or an address. Of numbers there is one way to write an address: resolvers know others
+    (`127.1`, `2130706433`), which no check of addresses would see through."""
+    if not _HOST.fullmatch(host):
+        return False
+    return ip_of(host) is not None or not _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2])
 
 
 def _bracketed(host: str) -> str:
@@ -163,5 +175,10 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
+def _shown(value: object) -> str:
+    """A text that people get to see: what would move a cursor or fill a page is not in it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in _text(value)[:MOST_NAME])
+
+
 def _texts(value: object) -> tuple[str, ...]:
-    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list) else ()
+    return tuple(_shown(item) for item in value[:MOST_ADDRESSES]) if isinstance(value, list) else ()

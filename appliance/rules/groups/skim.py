@@ -1,0 +1,158 @@
+"""The parts of an answer that are read, out of bytes from whoever announced himself.
+
+What becomes of bytes costs more than the bytes: 15 MiB of empty lists take seconds to decode, during which no request
+is served, and 500 MB. So a document is gone through one table at a time, what nobody reads is only skipped, and of each
+table no more is decoded than a large cluster has. What does not fit is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+MOST_GROUPS = 512
+"""Of one document. Newer daemons tell of all groups of the cluster in one."""
+MOST_ROWS = 512
+"""Agents, actors or peers in one table."""
+MOST_AGENTS = 4096
+"""Rows of agents and of actors in one document, each."""
+MOST_FIELD_BYTES = 4 << 10
+"""Of one field that is read. A list of addresses is the longest of them."""
+MOST_MODEL_ROW_BYTES = 32 << 10
+MOST_MODELS = 1000
+MOST_MODEL_BYTES = 1 << 20
+"""Of all entries of one engine. What comes after is known by its name alone."""
+
+_ROW = frozenset(
+    (
+        *("id", "alive", "node_ip", "provider", "services", "services_ports", "service_notes"),  # agents
+        *("state",),  # actors
+        *("node_ip", "link_ip", "addrs", "http_port", "alive"),  # peers
+        *("replica",),  # shards
+    )
+)
+
+_Raws = dict[str, msgspec.Raw]
+_DROPPED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+class NotJson(ValueError):
+    """The bytes are no JSON, or so deep that nobody means them."""
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+def document(body: bytes) -> object:
+    """A daemon's `/status` with the fields that are read. Raises NotJson."""
+    top = _table(_whole(body))
+    if top is None:
+        return None
+    left = [MOST_AGENTS, MOST_AGENTS]
+    found: dict[str, object] = {key: _value(top[key]) for key in ("node_id", "node_ip", "addrs") if key in top}
+    if "peers" in top:
+        found["peers"] = _rows(top["peers"], MOST_ROWS)
+    if "groups" in top:
+        groups = _table(top["groups"])
+        found["groups"] = None if groups is None else {name: _group(groups[name], left) for name in _first(groups)}
+    if "appliance" in top:
+        own = _table(top["appliance"])
+        found["appliance"] = None if own is None else {key: _part(key, own[key]) for key in own if key in _OWN}
+    return found
+
+
+def entries(body: bytes) -> list[Mapping[str, object]]:
+    """An engine's rows of models, those with an id. Raises NotJson."""
+    top = _table(_whole(body)) or {}
+    try:
+        rows = msgspec.json.decode(top.get("data", b"[]"), type=list[msgspec.Raw])
+    except _DROPPED:
+        return []
+    found: list[Mapping[str, object]] = []
+    left = MOST_MODEL_BYTES
+    for row in rows[:MOST_MODELS]:
+        left -= len(bytes(row))
+        whole = (_value(row, MOST_MODEL_ROW_BYTES) if left >= 0 else None) or _named(row)
+        if isinstance(whole, dict) and isinstance(whole.get("id"), str):
+            found.append(whole)
+    return found
+
+
+_OWN = ("control", "shards")
+
+
+def _part(key: str, raw: msgspec.Raw) -> object:
+    """Of `control` it matters alone that it is there, however long it is."""
+    if key == "shards":
+        return _rows(raw, MOST_ROWS)
+    return None if _table(raw) is None else {}
+
+
+def _group(raw: msgspec.Raw, left: list[int]) -> object:
+    """One group; `left` are how many rows of agents and of actors the document may still have."""
+    fields = _table(raw)
+    if fields is None:
+        return None
+    found: dict[str, object] = {}
+    for at, key in enumerate(("agents", "actors")):
+        if key in fields:
+            rows = _rows(fields[key], min(MOST_ROWS, left[at]))
+            left[at] -= len(rows) if isinstance(rows, list | dict) else 0
+            found[key] = rows
+    if "gpus_total" in fields:
+        found["gpus_total"] = _value(fields["gpus_total"])
+    return found
+
+
+def _rows(raw: msgspec.Raw, most: int) -> object:
+    """A table in either form, with its first rows."""
+    table = _table(raw)
+    if table is not None:
+        return {key: _row(table[key]) for key, _ in zip(table, range(most), strict=False)}
+    try:
+        rows = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    except _DROPPED:
+        return None
+    return [_row(row) for row in rows[:most]]
+
+
+def _row(raw: msgspec.Raw) -> object:
+    fields = _table(raw)
+    return None if fields is None else {key: _value(fields[key]) for key in fields if key in _ROW}
+
+
+def _first(groups: _Raws) -> Iterator[str]:
+    yield from (name for name, _ in zip(groups, range(MOST_GROUPS), strict=False))
+
+
+def _whole(body: bytes) -> msgspec.Raw:
+    try:
+        return msgspec.json.decode(body, type=msgspec.Raw)
+    except _DROPPED:
+        raise NotJson("the answer is not JSON") from None
+
+
+def _table(raw: msgspec.Raw) -> _Raws | None:
+    try:
+        return msgspec.json.decode(raw, type=_Raws)
+    except _DROPPED:
+        return None
+
+
+def _value(raw: msgspec.Raw, most: int = MOST_FIELD_BYTES) -> object:
+    """None for what is larger than any that is meant."""
+    if len(bytes(raw)) > most:
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except _DROPPED:
+        return None
+
+
+def _named(raw: msgspec.Raw) -> object:
+    try:
+        return {"id": msgspec.json.decode(raw, type=_Named).id, "object": "model"}
+    except _DROPPED:
+        return None
