@@ -26,7 +26,11 @@ SHOWN_BYTES = 200
 
 
 class Trouble(Exception):
-    """A tool server gave no answer that means anything; the text says what happened instead."""
+    """A tool server gave no answer that means anything; the text says what happened instead, in letters that can be
+    shown: some of them may be the server's own."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("".join(letter if letter.isprintable() else " " for letter in text))
 
 
 class Unreached(Trouble):

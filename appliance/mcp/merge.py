@@ -24,6 +24,9 @@ from .upstream import Answered, Deliver, Upstream
 FAILING_WAIT_S = 0.5
 """How long a list waits for a group whose last list failed. A healthy one answers well within."""
 
+MOST_TOLD = 10
+"""Tools whose names are taken that one list is told of by name."""
+
 log = structlog.get_logger("mcp")
 
 Sources = Callable[[], Sequence[Source]]
@@ -199,8 +202,11 @@ class Merge:
             lists = [(one.group, one.upstream.tools or ()) for one in self._watched.values()]
             self._merged = merge(lists, self.settings.naming, native.TOOLS)
             dropped = frozenset(self._merged.dropped)
-            for row in sorted(dropped - self._told_dropped, key=lambda row: (row.group, row.tool)):
+            new = sorted(dropped - self._told_dropped, key=lambda row: (row.group, row.tool))
+            for row in new[:MOST_TOLD]:
                 log.warning("mcp_tool_dropped", group=row.group, tool=row.tool, reason=row.reason)
+            if len(new) > MOST_TOLD:
+                log.warning("mcp_tools_dropped", more=len(new) - MOST_TOLD)
             self._told_dropped = dropped
         return self._merged
 

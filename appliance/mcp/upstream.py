@@ -35,6 +35,9 @@ PROBE_S = 3.0
 """How long a server may think about `server/discover` before it is taken for one that never heard of it."""
 MOST_PAGES = 100
 MOST_TOOLS = 10_000
+MOST_REPLIES = 8
+"""Questions of one server that are being answered. Each costs a request of ours, so further ones are passed over: they
+are pings, and a server that asks so often knows that we are there."""
 MOST_RESUMED = 20
 """Times that a stream which broke off is taken up again; the time of the whole call is bounded too."""
 PARTING_S = 2.0
@@ -92,6 +95,7 @@ class Upstream:
         self._greeting = trio.Lock()
         self._modern: bool | None = None
         self._session: Session | None = None
+        self._replying = 0
 
     @property
     def era(self) -> str:
@@ -204,6 +208,7 @@ class Upstream:
     async def _pages(self) -> list[Tool]:
         await self._greeted()
         tools: list[Tool] = []
+        left = self._settings.max_body_bytes
         seen: set[str] = set()
         cursor: str | None = None
         while True:
@@ -214,6 +219,9 @@ class Upstream:
             entries = _raws((answer.result or {}).get("tools"))
             if entries is None:
                 raise Trouble(f"tools/list gave no tools: {_shown(answer)}")
+            left -= sum(len(bytes(entry)) for entry in entries)
+            if left < 0:
+                raise Trouble(f"a list of tools of more than {self._settings.max_body_bytes} bytes")
             tools += tools_of(entries)
             cursor = messages.value((answer.result or {}).get("nextCursor"))
             # A cursor seen before leads round in a circle: servers exist that read none and always give one.
@@ -272,11 +280,13 @@ class Upstream:
             raise Trouble(f"the tool server redirects (HTTP {answer.status})")
         while (message := await answer.next()) is not None:
             if message.is_request:
-                self._later(self._reply_to, message, session)
+                if self._replying < MOST_REPLIES:
+                    self._replying += 1
+                    self._later(self._reply_to, message, session)
             elif not message.is_answer:
                 await deliver(message, identity)
             elif message.id == identity or (message.error is not None and answer.status >= 400):
-                return Answered(answer.status, messages.taken_apart(message.result), message.error)
+                return _answered(answer.status, message)
         if session is None or not answer.last_event:
             raise Trouble(f"the answer (HTTP {answer.status}) ended without a result")
         return await self._resumed(answer, identity, deliver, session)
@@ -294,7 +304,7 @@ class Upstream:
                     raise Trouble(f"the answer broke off, and its rest is not to be had (HTTP {answer.status})")
                 while (message := await answer.next()) is not None:
                     if message.is_answer and message.id == identity:
-                        return Answered(answer.status, messages.taken_apart(message.result), message.error)
+                        return _answered(answer.status, message)
                     if not message.is_answer and not message.is_request:
                         await deliver(message, identity)
                 last, retry_s = answer.last_event or last, answer.retry_s
@@ -307,7 +317,10 @@ class Upstream:
             body = messages.result(asked.id, {})
         else:
             body = messages.error(asked.id, protocol.METHOD_NOT_FOUND, f"{asked.method} is not answered here")
-        await self._told(body, session)
+        try:
+            await self._told(body, session)
+        finally:
+            self._replying -= 1
 
     async def _withdraw(self, identity: int, session: Session) -> None:
         body = messages.notification("notifications/cancelled", {"requestId": identity, "reason": "the client left"})
@@ -356,6 +369,16 @@ class Upstream:
             return asked.param_fields
         entry = next((tool.entry for tool in self.tools or () if tool.name == route.tool), {})
         return param_headers(messages.value(entry.get("inputSchema")), messages.value(route.arguments))
+
+
+def _answered(status: int, message: Message) -> Answered:
+    """Raises Trouble for what clients could make nothing of: a result that is no object, an error without its code."""
+    result, error = messages.taken_apart(message.result), messages.taken_apart(message.error)
+    if result is None:
+        code = messages.value((error or {}).get("code"))
+        if not isinstance(code, int) or not isinstance(messages.value((error or {}).get("message")), str):
+            raise Trouble(f"an answer (HTTP {status}) with neither a result nor an error")
+    return Answered(status, result, message.error)
 
 
 async def _ignored(message: Message, identity: int) -> None:

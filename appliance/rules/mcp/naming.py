@@ -19,6 +19,9 @@ GROUP_ARGUMENT = "__group"
 SHOWN_NAMES = 200
 """As many valid names a refusal holds: enough to find a slip of the pen, too few to fill a model's context."""
 
+MOST_NAME = 300
+"""Characters in the name of a tool. The protocol's own limit is 128, so what is longer is no name."""
+
 _EMPTY_SCHEMA = {"type": "object", "properties": {}}
 
 
@@ -72,12 +75,12 @@ class Merged:
 
 
 def tools_of(entries: Iterable[msgspec.Raw]) -> list[Tool]:
-    """The tools of one page of a list. What has no name cannot be called and is left out."""
+    """The tools of one page of a list. What has no name that can be shown cannot be called, and is left out."""
     tools = []
     for entry in entries:
         fields = taken_apart(entry)
         name = value(fields.get("name")) if fields else None
-        if fields is not None and isinstance(name, str) and name:
+        if fields is not None and isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable():
             tools.append(Tool(name, fields))
     return tools
 
