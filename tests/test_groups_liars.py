@@ -19,6 +19,7 @@ from appliance.groups.pace import REST, Pace
 from appliance.rules.groups import skim
 from appliance.rules.groups.daemons import MAKE_ROOM_S, MOST_WATCHED, Daemons
 from appliance.rules.groups.merge import MOST_CANDIDATES, merge
+from appliance.rules.groups.once import MOST_LINES, Allowance
 from appliance.rules.groups.reception import Heard
 from appliance.rules.groups.sources import Sources, is_one_of
 from appliance.rules.groups.views import MOST_ADDRESSES, MOST_NAME, read_view
@@ -270,8 +271,8 @@ def test_whoever_never_answers_makes_room() -> None:
 async def test_work_is_followed_by_rest(autojump_clock: trio.testing.MockClock) -> None:
     pace = Pace()
     assert pace.free
-    begun = time.perf_counter()
     with pace.work():
+        begun = time.perf_counter()
         while time.perf_counter() - begun < 0.01:
             sum(range(100))
     assert not pace.free
@@ -285,3 +286,25 @@ async def test_names_of_models_that_no_log_could_hold() -> None:
         daemon.group("g", openai=engine.url)
         async with scene(daemons=[daemon.address]) as found:
             await found.serving("ok")
+
+
+def test_changes_are_told_while_there_are_not_too_many() -> None:
+    lines = Allowance()
+    assert sum(lines.take(0.0) for _ in range(10_000)) == MOST_LINES
+    assert lines.passed_over == 10_000 - MOST_LINES
+    assert sum(lines.take(i * 0.01) for i in range(6000)) == 29  # a minute, and one for two seconds
+    assert lines.take(1e9)
+
+
+async def test_groups_that_come_and_go_without_end_fill_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.rules.groups.once.MOST_LINES", 6)
+    names = [f"m{i:03}" for i in range(100)]
+    async with engine_at(*names) as engine, fake_daemon() as daemon, scene(daemons=[daemon.address]) as found:
+        for turn in range(12):
+            daemon.groups.clear()
+            daemon.group(f"g{turn}", openai=engine.url)
+            await daemon.tell()
+            await until("it serves", lambda turn=turn: found.why(f"g{turn}") == "")  # type: ignore[misc]
+        changes = [line for line in found.log if line["event"] in ("group serves", "group is gone")]
+        assert 4 <= len(changes) <= 8
+        assert changes[0]["models"].count(",") == 20

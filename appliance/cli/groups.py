@@ -18,6 +18,9 @@ from ..gateway.service import Gateway
 from ..groups.groups import Groups
 from .announcekey import secret
 
+MOST_TOLD = 2000
+"""Groups that are remembered as told of."""
+
 log = structlog.get_logger("groups")
 
 
@@ -72,4 +75,5 @@ class AnnouncedGroups:
                     models=",".join(names),
                     next="groups = true in the [[models]] that it may join",
                 )
-        self._told = withheld
+        # Also of those that are gone for now, so that a group which comes and goes is told of once.
+        self._told = {**(self._told if len(self._told) < MOST_TOLD else {}), **withheld}

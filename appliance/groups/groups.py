@@ -27,6 +27,7 @@ from ..nursery.news import News
 from ..rules.groups.daemons import STALE_POLLS, Daemon, Daemons
 from ..rules.groups.gate import Standing, why_not
 from ..rules.groups.merge import merge
+from ..rules.groups.once import Allowance
 from ..rules.groups.published import Published, publish
 from ..rules.groups.reception import Heard, Reception
 from ..rules.groups.sources import Network, Sources
@@ -43,6 +44,7 @@ NETWORKS_S = 1.0
 """How long the list of own networks is believed."""
 MOST_GROUPS = 1024
 MOST_FAULTS = 20
+SHOWN_MODELS = 20
 MOST_STANDINGS = 2 * MOST_GROUPS
 """Groups that are remembered, those that are gone included."""
 
@@ -108,6 +110,7 @@ class Groups:
         self._probers: dict[str, Prober] = {}
         self._faults: set[str] = set()
         self._pace = Pace()
+        self._lines = Allowance()
         self._due = trio.Event()
 
     # -- for whoever routes ------------------------------------------------------------------------------------------
@@ -272,7 +275,7 @@ class Groups:
     def _took(self, daemon: Daemon, view: View) -> bool:
         taken = self.daemons.read(daemon, view, self._clock())
         if taken and daemon.told != "found":
-            log.info("daemon is watched", daemon=daemon.address, groups=len(view.groups))
+            self._tell("info", "daemon is watched", daemon=daemon.address, groups=len(view.groups))
             daemon.told = "found"
         elif not taken and daemon in self.daemons.all:
             self._tell_lost(daemon, daemon.error)
@@ -289,7 +292,7 @@ class Groups:
         """Once. The local daemon is asked without anybody having said that there is one, so its absence is no news."""
         guessed = daemon.told == "" and self.settings.daemons == (LOCAL_DAEMON,) and daemon.seed
         if daemon.told != "lost" and not guessed:
-            log.warning("daemon does not answer", daemon=where or daemon.address, reason=error)
+            self._tell("warning", "daemon does not answer", daemon=where or daemon.address, reason=error)
             daemon.told = "lost"
 
     # -- one step ----------------------------------------------------------------------------------------------------
@@ -374,15 +377,23 @@ class Groups:
         for name, reason in why.items():
             told = self._told_why.get(name)
             if not reason and told != "":
-                models = ",".join(self._standings[name].names)
-                log.info("group serves", group=name, url=self._standings[name].url, models=models)
+                names = self._standings[name].names
+                models = ",".join(names[:SHOWN_MODELS]) + (",..." if len(names) > SHOWN_MODELS else "")
+                self._tell("info", "group serves", group=name, url=self._standings[name].url, models=models)
                 self._told_why[name] = ""
             elif reason and told == "":
-                log.warning("group does not serve", group=name, reason=reason)
+                self._tell("warning", "group does not serve", group=name, reason=reason)
                 self._told_why[name] = reason
         for name in [name for name in self._told_why if name not in why]:
             if self._told_why.pop(name) == "":
-                log.warning("group is gone", group=name)
+                self._tell("warning", "group is gone", group=name)
+
+    def _tell(self, level: str, event: str, **fields: object) -> None:
+        """A change, unless there are too many of them."""
+        if self._lines.take(self._clock()):
+            if self._lines.passed_over:
+                fields["passed_over"], self._lines.passed_over = self._lines.passed_over, 0
+            _say(Told(event, level, fields))
 
     def _survive(self, where: str, fault: Exception) -> None:
         """What a daemon says must not end a router that serves: a fault of ours ends the step it happened in. Told
