@@ -363,6 +363,7 @@ async def test_answers_of_every_length(answer: bytes) -> None:
         (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, "the answer"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{}", "connection closed within the answer"),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "the answer is not HTTP"),
+        (b"HTTP/1.1 103 Early Hints\r\n\r\n" * 50, "nothing but interim answers"),
     ],
 )
 async def test_answers_are_bounded(answer: bytes, error: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from ..wire.framing import BadFraming, Chunked
 from ..wire.head import BadHead, ResponseHead, end_of_head, read_response
 
 MOST_BYTES = 4 << 20
+MOST_INTERIM = 10
+"""Heads with a status of 1xx that may come before the answer."""
 _MOST_HEAD_BYTES = 64 << 10
 _RECV_BYTES = 64 << 10
 
@@ -93,10 +95,12 @@ async def _get(url: str, listening: Listening) -> bytes:
 async def _answer(stream: trio.abc.Stream) -> bytes:
     """Raises AskFailed, _Broke, or what the stream raises."""
     received = b""
-    while True:
+    for _ in range(MOST_INTERIM):
         head, received = await _head(stream, received)
         if head.status >= 200:
             break
+    else:
+        raise AskFailed("nothing but interim answers")
     body = await _body(stream, head, received)
     if not 200 <= head.status < 300:
         raise AskFailed(f"HTTP {head.status} {_phrase(head.status)}".rstrip())
