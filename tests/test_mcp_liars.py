@@ -7,6 +7,7 @@ import collections
 import json
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +20,8 @@ from appliance.facts.mcp import McpSettings
 from appliance.mcp.merge import MOST_TOLD
 from appliance.mcp.upstream import MOST_REPLIES
 from appliance.rules.mcp import naming
+from tests.fake_daemon import fake_daemon
+from tests.mcp_door_scene import inside
 from tests.toolservers.scripted import Body, Server, event, failed, response, said, scene
 
 
@@ -164,3 +167,18 @@ async def test_of_two_hundred_calls_none_is_sent_twice(monkeypatch: pytest.Monke
     assert max(sent.values()) == 1
     assert 20 < answered <= len(sent)
     assert len(server.ran) == len({json.dumps(run["arguments"]) for run in server.ran})
+
+
+async def test_a_tool_server_that_is_the_router_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_daemon() as daemon, inside(monkeypatch, tmp_path, daemon) as router:
+        daemon.group("me", mcp=router.url)
+        await daemon.tell()
+        await router.knows("me")
+        with trio.fail_after(8):  # its list waited for itself until its time was over
+            assert await router.names() == ["serve_status"]
+        assert "this router itself listens there" in (await router.status())["groups"]["me"]["mcp_error"]
+        assert "this router itself listens there" in await router.text("me__me__serve_status")
+        daemon.groups.clear()
+        await daemon.tell()
+        await router.running.until("the group is gone", lambda: not router.running.app.groups.groups.tool_servers())
+        assert "me" not in (await router.status())["groups"]  # and our connections to ourselves are closed

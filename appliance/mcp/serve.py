@@ -23,7 +23,7 @@ from ..rules.mcp.asking import Ask, Rejected, judge, own_origin
 from ..rules.mcp.messages import Id, Message
 from ..rules.mcp.translate import Asked, finished, progress, result_for
 from .merge import Failed, Merge
-from .upstream import Answered
+from .upstream import HOP, HOP_FIELD, Answered
 
 NAME = {"name": "appliance", "version": __version__}
 CANCELLED = -32800
@@ -56,6 +56,10 @@ class Endpoint:
         """Answer one request; `fields` are its header fields, in any case. Raises Refusal for wrong HTTP, and whatever
         `out` raises. Cancelling it ends what it started."""
         settings = self._merge.settings
+        if any(name.lower() == HOP_FIELD and text == HOP for name, text in fields):
+            wrong = messages.error(None, protocol.INVALID_REQUEST, "this router itself listens there")
+            await _whole(out, 508, wrong)
+            return
         if method == "DELETE" and self._ends_session(fields):
             await _whole(out, 200, b"")
             return

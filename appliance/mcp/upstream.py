@@ -16,6 +16,7 @@ A handshake session belongs to us and not to a client: all clients' calls share 
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
@@ -31,6 +32,10 @@ from ..rules.mcp.params import param_headers
 from ..rules.mcp.translate import Asked, call_params, envelope
 from .exchange import Exchange, Moved, SessionLost, Trouble, Unreached, exchange, open_client
 
+HOP_FIELD = "x-appliance-hop"
+HOP = secrets.token_hex(8)
+"""Marks what this process sends. A tool server may be announced at the router itself: then every list would wait for
+itself, and a call go round as often as its name says."""
 PROBE_S = 3.0
 """How long a server may think about `server/discover` before it is taken for one that never heard of it."""
 MOST_PAGES = 100
@@ -345,6 +350,7 @@ class Upstream:
             "content-type": "application/json",
             "accept": "application/json, text/event-stream",
             "user-agent": self._client["name"],
+            HOP_FIELD: HOP,
             **dict(self.source.headers),
             **fields,
         }
