@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import copy
 import json
 import os
 import resource
@@ -75,6 +76,7 @@ def leaves(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def put(document: Any, at: tuple[Any, ...], value: Any) -> Any:
+    value = copy.deepcopy(value)  # or the next put would damage what examples are drawn from
     if not at:
         return value
     into = document

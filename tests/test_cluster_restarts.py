@@ -14,7 +14,8 @@ SPEED = "gpus_per_node = 1\nargs = ['--decode-tokens-per-second=100']"
 
 
 async def three_nodes(made: Cluster) -> None:
-    made.configure(sim_model(replicas=2, profile=SPEED))
+    # A busy machine starts an agent in seconds, and none of them is to be taken for lost.
+    made.configure(sim_model(replicas=2, profile=SPEED), lost_after_s=20)
     await made.begin()
     await made.add_all({node: inventory(node, 1) for node in ("a", "b", "c")})
     await made.ready("m", 2)
@@ -80,8 +81,9 @@ async def test_agents_that_come_back_late_find_no_second_copy(tmp_path: Path) ->
             place.kill(engines=False)
         await made.serve()
         await trio.sleep(3.5)  # settle_s is over, lost_after_s is not
-        for node in made.nodes:
-            await made.start(node)
+        async with trio.open_nursery() as starts:
+            for node in made.nodes:
+                starts.start_soon(made.start, node)
         await made.ready("m", 2)
         await trio.sleep(3)
         assert made.engines() == before

@@ -172,8 +172,10 @@ async def test_a_flood_is_read_in_bounded_batches_and_told_once(kind: str) -> No
     async with engine_at("m") as engine, fake_daemon() as daemon, scene(KEY, udp=True) as found:
         daemon.group("glm", openai=engine.url)
         port, ear = port_of(found), found.groups.listener
-        for _ in range(5):
+        for _ in range(50):  # the kernel drops what finds no room, so five may come to less than a batch
             await trio.to_thread.run_sync(flood, port, many, 2000)
+            if ear.read > 5 * listen.BATCH:
+                break
         await until("some of it was read", lambda: ear.read > listen.BATCH)
         # Every batch is followed by a rest, so no more than that is ever done in one go.
         assert ear.read <= (ear.rests + 1) * listen.BATCH

@@ -105,6 +105,9 @@ def parse_inventory(document: Any, node: str = "") -> Inventory:
         inventory = msgspec.convert(document, Inventory)
     except msgspec.ValidationError as wrong:
         raise BadInventory(str(wrong).replace("`$.", "`")) from wrong
+    except UnicodeEncodeError as half:
+        # JSON may name half of a character, and text with one can be sent to nobody.
+        raise BadInventory(f"expected whole characters, got half of one in {ascii(half.object[:40])}") from None
     for key in ("uuid", "index"):
         values = [getattr(gpu, key) for gpu in inventory.gpus]
         if len(set(values)) != len(values):
