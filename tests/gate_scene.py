@@ -1,8 +1,8 @@
 """A router and its engines for tests of admission: sims in the same Trio loop, or scripted engines held at will.
 
-    async with sim(slots=8, tokens_per_s=400) as a, router(tmp_path, config=a.toml(engine="sim")) as door:
-        answers = await burst(door, 300, band="silver")
-        assert a.most_waiting <= 2
+async with sim(slots=8, tokens_per_s=400) as a, router(tmp_path, config=a.toml(engine="sim")) as door:
+    answers = await burst(door, 300, band="silver")
+    assert a.most_waiting <= 2
 """
 
 from __future__ import annotations

@@ -129,9 +129,7 @@ class Toy:
         self.most_running = max(self.most_running, len(self.running))
 
     def _scrape(self) -> None:
-        sample = Sample(
-            self.now, len(self.running), len(self.queue), capacity=self.told, generation=self.generation
-        )
+        sample = Sample(self.now, len(self.running), len(self.queue), capacity=self.told, generation=self.generation)
         self._wake(self.admission.sampled("e", sample, self.now))
         self._at(self.now + self.scrape_s, "scrape", None)
 

@@ -21,9 +21,7 @@ def admission(*endpoints: Endpoint, settings: AdmissionSettings | None = None) -
     return subject
 
 
-def ask(
-    subject: Admission, band: str = "silver", *, tenant: str = "t", model: str = "m", now: float = 0.0
-) -> Ticket:
+def ask(subject: Admission, band: str = "silver", *, tenant: str = "t", model: str = "m", now: float = 0.0) -> Ticket:
     ticket = Ticket(model, band, tenant)
     assert subject.ask(ticket, now) is None, "nobody was to be displaced"
     return ticket

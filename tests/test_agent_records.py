@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
-import copy
 import json
 import os
 import resource

@@ -384,9 +384,7 @@ MEMBERS = st.fixed_dictionaries(
         "capacity": st.sampled_from([0, 0, 1, 8, 256]),
         "learnt": st.sampled_from([0, 5]),
         "heard": st.none()
-        | st.tuples(
-            st.floats(-20.0, 0.0), st.integers(0, 300), st.integers(0, 50), st.none() | st.floats(0.0, 1.0)
-        ),
+        | st.tuples(st.floats(-20.0, 0.0), st.integers(0, 300), st.integers(0, 50), st.none() | st.floats(0.0, 1.0)),
         "pool": st.sampled_from(["main", "main", "spill"]),
     }
 )

@@ -107,7 +107,7 @@ def parse_inventory(document: Any, node: str = "") -> Inventory:
         raise BadInventory(str(wrong).replace("`$.", "`")) from wrong
     except UnicodeEncodeError as half:
         # JSON may name half of a character, and text with one can be sent to nobody.
-        raise BadInventory(f"expected whole characters, got half of one in {ascii(half.object[:40])}") from None
+        raise BadInventory(f"expected whole characters, got half of one in {half.object[:40]!a}") from None
     for key in ("uuid", "index"):
         values = [getattr(gpu, key) for gpu in inventory.gpus]
         if len(set(values)) != len(values):
