@@ -50,8 +50,11 @@ run: $(HAS_BASE)
 	@$(MAKE) --no-print-directory -s $(HAS_DEMO) || $(PIP) install -q -c requirements.lock openai || true
 	@$(VENV)/bin/python -m appliance.demo.main
 
+# Two at a time: much of it is waiting for processes, and the machine has two cores. The folder is short, since paths of
+# sockets must be, and pytest adds to its own for each of the two.
 test: lint
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	@folder=$$(mktemp -d) && { $(VENV)/bin/python -m pytest -n 2 --dist worksteal --basetemp=$$folder/t $(PYTEST_ARGS); \
+		status=$$?; rm -rf $$folder; exit $$status; }
 
 # torch for CPUs is not on PyPI. It is taken from wherever pip is set to look for wheels (PIP_FIND_LINKS=/a/folder), and
 # where that has none, from PyTorch's own index. To use an environment that is there already, run the second line alone.

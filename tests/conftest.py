@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,19 @@ if TYPE_CHECKING:
     from tests.engines.llama_engine import LlamaEngine
     from tests.engines.tiny_gguf import TinyModels
 
+for name in ("COLUMNS", "LINES"):  # a second process of pytest has them, and a pipe has no width
+    os.environ.pop(name, None)
 os.environ |= {"MENTAT_DAEMONS": "", "MENTAT_ANNOUNCE_PORT": "0"}
 """Routers of tests find no groups: neither a daemon of this machine, nor each other, nor whoever announces on its
 network. A test of groups says otherwise itself."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_console() -> None:
+    """The console of `ctl` is made once in a process, and would keep the width that another test gave it."""
+    screen = sys.modules.get("appliance.cli.ctl.screen")
+    if screen is not None:
+        screen.console.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,13 @@ def path_of(store: Store) -> Path:
 
 
 def sleeper(store: Store, marker: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", "60"], env={MARKER: marker}, start_new_session=True)
+    popen = subprocess.Popen(["sleep", "60"], env={MARKER: marker}, start_new_session=True)
+    # It is told to have begun a moment before the kernel has set up what can be seen of it.
+    for _ in range(1000):
+        if procfs.marker_of(popen.pid):
+            break
+        time.sleep(0.005)
+    return popen
 
 
 def leaves(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -23,6 +23,8 @@ from appliance.facts.errors import Fault
 from appliance.facts.settings import Address, Model, Settings, Weights
 
 USER = 1000
+HOME = "/nonexistent/home"
+"""Short, since the path of a socket may be; nothing is made there, and nothing is found."""
 
 
 def write(file: Path, text: str) -> Path:
@@ -49,8 +51,8 @@ def no_file_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # where it is found
 
 
-def test_no_file_at_all_is_fine(tmp_path: Path) -> None:
-    found = load(None, {"HOME": str(tmp_path)}, uid=USER)
+def test_no_file_at_all_is_fine() -> None:
+    found = load(None, {"HOME": HOME}, uid=USER)
     assert found.file is None
     assert found.settings.server.listen == (Address("0.0.0.0", 6381),)
     assert found.settings.endpoints == ()
@@ -140,9 +142,9 @@ def test_folders(
     assert (found.state_dir, found.runtime_dir) == (state, runtime)
 
 
-def test_folders_reach_the_settings(tmp_path: Path) -> None:
-    settings = load(None, {"HOME": str(tmp_path)}, uid=USER).settings
-    assert settings.state_dir == f"{tmp_path}/.local/state/appliance"
+def test_folders_reach_the_settings() -> None:
+    settings = load(None, {"HOME": HOME}, uid=USER).settings
+    assert settings.state_dir == f"{HOME}/.local/state/appliance"
     assert settings.server.admin_socket == f"{settings.runtime_dir}/admin.sock"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -43,8 +44,13 @@ class Demo:
 
     def descendants(self) -> list[int]:
         """Pids of the processes it started."""
-        tasks = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in tasks.read_text().split()]
+        # Not from /proc/PID/task/PID/children: the kernel may leave some out while others end.
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                parent = stat.read_text().rpartition(")")[2].split()[1]
+                found += [int(stat.parent.name)] if int(parent) == self.process.pid else []
+        return found
 
 
 def run_demo(port: int, folder: Path) -> Demo:
@@ -63,6 +69,7 @@ def run_demo(port: int, folder: Path) -> Demo:
         text += line
         if "Ctrl-C stops everything" in line:
             break
+    assert process.poll() is None, text
     return Demo(process, text)
 
 
