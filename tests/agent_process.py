@@ -22,7 +22,7 @@ import pytest
 import trio
 
 from appliance.agent import procfs
-from tests.serve_process import until
+from tests.serve_process import logged, until
 
 LLAMA_SERVER = Path(sys.executable).with_name("appliance-llama-server")
 
@@ -50,15 +50,7 @@ class Process:
 
     async def logged(self, wanted: str, times: int = 1) -> str:
         """Wait until `times` lines hold `wanted`; the last of them."""
-        lines: list[str] = []
-
-        def there() -> bool:
-            lines[:] = [line for line in self.log if wanted in line]
-            return len(lines) >= times or self.popen.poll() is not None
-
-        await until(there, f"logged: {wanted}")
-        assert len(lines) >= times, self.log
-        return lines[-1]
+        return await logged(self.popen, lambda: self.log, wanted, times)
 
     async def ended(self) -> int:
         await until(lambda: self.popen.poll() is not None, "the agent has ended")

@@ -26,7 +26,7 @@ import trio
 
 from appliance.agent import procfs
 from appliance.cli.config import toml_value
-from tests.serve_process import until
+from tests.serve_process import logged, until
 
 T = TypeVar("T")
 APPLIANCE = (sys.executable, "-m", "appliance")
@@ -65,15 +65,7 @@ class Process:
 
     async def logged(self, wanted: str, times: int = 1, within_s: float = 30.0) -> str:
         """Wait until `times` lines hold `wanted`; the last of them."""
-        lines: list[str] = []
-
-        def there() -> bool:
-            lines[:] = [line for line in self.log if wanted in line]
-            return len(lines) >= times or not self.alive
-
-        await until(there, f"logged: {wanted}", within_s)
-        assert len(lines) >= times, self.log
-        return lines[-1]
+        return await logged(self.popen, lambda: self.log, wanted, times, within_s)
 
     def kill(self) -> None:
         """As a crash would, without a last word."""

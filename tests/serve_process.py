@@ -70,15 +70,7 @@ class Process:
 
     async def logged(self, wanted: str, times: int = 1) -> str:
         """Wait until `times` lines hold `wanted`; the last of them."""
-        lines: list[str] = []
-
-        def there() -> bool:
-            lines[:] = [line for line in self.log if wanted in line]
-            return len(lines) >= times or self.popen.poll() is not None
-
-        await until(there, f"logged: {wanted}")
-        assert len(lines) >= times, self.log
-        return lines[-1]
+        return await logged(self.popen, lambda: self.log, wanted, times)
 
     async def ended(self) -> int:
         """Wait until it has ended; its exit status."""
@@ -175,6 +167,21 @@ async def processes(folder: Path) -> AsyncIterator[Processes]:
         yield made
     finally:
         made.kill()
+
+
+async def logged(
+    popen: subprocess.Popen[bytes], log: Callable[[], list[str]], wanted: str, times: int, within_s: float = WITHIN_S
+) -> str:
+    """Wait until `times` lines of a process's log hold `wanted`; the last of them."""
+    lines: list[str] = []
+
+    def there() -> bool:
+        lines[:] = [line for line in log() if wanted in line]
+        return len(lines) >= times or popen.poll() is not None
+
+    await until(there, f"logged: {wanted}", within_s)
+    assert len(lines) >= times, log()
+    return lines[-1]
 
 
 async def until(condition: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:

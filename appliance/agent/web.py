@@ -23,7 +23,8 @@ from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection
 from appliance.agent.events import Board
 from appliance.agent.status import one_group, without_tails
 from appliance.agent.wording import to_json
-from appliance.wire.head import BadHead, RequestHead, check_beginning, end_of_head, read_request
+from appliance.wire.asked import read_head
+from appliance.wire.head import BadHead, RequestHead
 
 HEAD_S = 10.0
 WRITE_S = 30.0
@@ -98,7 +99,7 @@ class Site:
     async def _answer(self, stream: trio.SocketStream) -> None:
         try:
             with trio.fail_after(HEAD_S):
-                head, received = await _read_head(stream)
+                head, received = await read_head(stream)
         except BadHead as bad:
             await _send(stream, bad.status, _JSON, _error(str(bad)))
             return
@@ -197,21 +198,6 @@ def _without_tails(event: dict[str, Any]) -> dict[str, Any]:
         for each in event["patch"]
     ]
     return {**event, "patch": patch}
-
-
-async def _read_head(stream: trio.SocketStream) -> tuple[RequestHead | None, bytes]:
-    """The head and all bytes that came, (None, ...) when the client left without one. Raises BadHead."""
-    received = bytearray()
-    while True:
-        end = end_of_head(received)
-        if end >= 0:
-            return read_request(bytes(received[:end])), bytes(received)
-        if received:
-            check_beginning(bytes(received[:16]))
-        chunk = await stream.receive_some(65536)
-        if not chunk:
-            return None, b""
-        received += chunk
 
 
 async def _send(

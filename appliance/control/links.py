@@ -29,8 +29,9 @@ from appliance.control.joining import BODY_BYTES, Answer, Joining
 from appliance.control.plane import Plane
 from appliance.control.strangers import Strangers
 from appliance.control.told import Told
+from appliance.wire.asked import read_head
 from appliance.wire.handshake import holder
-from appliance.wire.head import BadHead, RequestHead, check_beginning, end_of_head, read_request
+from appliance.wire.head import BadHead, RequestHead, end_of_head
 from appliance.wire.line import keep_alive_probes
 from appliance.wire.link import LINK_PATH, MAX_MESSAGE_BYTES, LinkRefused, SocketLink, answer, shake_hands
 
@@ -129,7 +130,7 @@ class LinkDoor:
             log.info("TLS handshake succeeded again", peer=peer)
         try:
             with trio.fail_after(HANDSHAKE_S):
-                head, received = await _read_head(stream)
+                head, received = await read_head(stream)
         except BadHead as bad:
             await _send(stream, bad.status, _error(str(bad)))
             return None, None
@@ -179,21 +180,6 @@ class LinkDoor:
     def _tell(self, peer: str, reason: str, what: str) -> None:
         if self._told.worth(peer, reason, trio.current_time()):
             log.warning(what, peer=peer, reason=reason)
-
-
-async def _read_head(stream: trio.abc.Stream) -> tuple[RequestHead | None, bytes]:
-    """The head and all bytes that came, (None, ...) when the client left without one. Raises BadHead."""
-    received = bytearray()
-    while True:
-        end = end_of_head(received)
-        if end >= 0:
-            return read_request(bytes(received[:end])), bytes(received)
-        if received:
-            check_beginning(bytes(received[:16]))
-        chunk = await stream.receive_some(65536)
-        if not chunk:
-            return None, b""
-        received += chunk
 
 
 async def _send(
