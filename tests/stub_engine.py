@@ -108,6 +108,7 @@ def misbehave(flags: argparse.Namespace) -> None:
         while os.fork():
             os._exit(0)
         hop()
+        os._exit(0)
     if flags.say:
         say(flags.say)
     if flags.say_key:
@@ -133,7 +134,8 @@ def stay() -> None:
 
 
 def hop() -> None:
-    while True:
+    """For a minute or two: one whose test was killed would otherwise hop for ever, and take part of a core."""
+    for _ in range(12_000):
         time.sleep(0.005)
         if os.fork():
             os._exit(0)
