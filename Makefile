@@ -2,6 +2,7 @@
 #
 #   make run     a real engine with a real model, the door in front of it, and two commands to try
 #   make test    lint, types and all tests
+#   make explore the property tests with other examples each time, ROUNDS times over (5)
 #   make test-engines   vLLM and SGLang themselves, serving on the CPU: 3.8 GB, and about 10 minutes the first time
 #   make test-ray       Ray itself, as the sidecar of vLLM: 0.3 GB
 #   make test-mcp       the official MCP packages of Python 1.x and Node beside Python's 2.x: 0.1 GB
@@ -15,6 +16,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 ROWS ?= all
+ROUNDS ?= 5
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 
 # Stamps say what is installed. They depend on the two files that decide it, so a second run installs nothing.
@@ -42,7 +44,7 @@ MCP_VERSION := 1.30.0
 MCP_SDK := $(MCP_VENV)/node_modules/@modelcontextprotocol/sdk
 MCP_SDK_VERSION := 1.32.2
 
-.PHONY: run test test-engines test-ray test-mcp test-mentat lint binary bench lock clean
+.PHONY: run test explore test-engines test-ray test-mcp test-mentat lint binary bench lock clean
 
 # Where the wheel or the model cannot be had, the demonstration runs with the built-in sim and says so. The client package
 # is in the same extra, and may well be had.
@@ -55,6 +57,11 @@ run: $(HAS_BASE)
 test: lint
 	@folder=$$(mktemp -d) && { $(VENV)/bin/python -m pytest -n 2 --dist worksteal --basetemp=$$folder/t $(PYTEST_ARGS); \
 		status=$$?; rm -rf $$folder; exit $$status; }
+
+# `make test` draws the same examples each time. What these find belongs in a test of its own.
+explore: $(HAS_TEST)
+	@for round in $$(seq $(ROUNDS)); do HYPOTHESIS_PROFILE=explore $(VENV)/bin/python -m pytest -q -m hypothesis \
+		--hypothesis-seed=random $(PYTEST_ARGS) || exit 1; done
 
 # torch for CPUs is not on PyPI. It is taken from wherever pip is set to look for wheels (PIP_FIND_LINKS=/a/folder), and
 # where that has none, from PyTorch's own index. To use an environment that is there already, run the second line alone.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.engines.llama_engine import LlamaEngine
@@ -19,6 +20,12 @@ for name in ("COLUMNS", "LINES"):  # a second process of pytest has them, and a 
 os.environ |= {"MENTAT_DAEMONS": "", "MENTAT_ANNOUNCE_PORT": "0"}
 """Routers of tests find no groups: neither a daemon of this machine, nor each other, nor whoever announces on its
 network. A test of groups says otherwise itself."""
+
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+"""The suite draws the same examples each time, so that a change is judged by what it changed; `make explore` draws others.
+No deadlines: they would time the machine."""
 
 
 @pytest.fixture(autouse=True)

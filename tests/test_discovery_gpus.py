@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from appliance.agent.discovery import smi
 from appliance.agent.discovery.classes import gpu_class, is_unified, is_virtual
 from appliance.agent.discovery.reading import HELD_BYTES, Ours, Reading, carry_over, judge
+from appliance.agent.wording import visible
 from appliance.facts.hardware import GIB, MIB, Gpu, Hindrance, Holder
 
 SAMPLES = Path(__file__).parents[2] / "shared" / "samples" / "nvidia-smi"
@@ -124,6 +125,15 @@ def test_one_identity_or_one_number_twice_is_one_gpu() -> None:
     assert same_number.partial
 
 
+def test_a_control_character_is_no_part_of_a_figure_nor_of_an_identity() -> None:
+    for odd in ("\x000, ", "0\x1b[31m, "):
+        assert smi.parse_gpus(odd + TWO_L40S.removeprefix("0, ")).partial
+    for odd in (f"{FIRST}\x00", FIRST[:9] + "\x1b[1m" + FIRST[9:]):
+        assert [gpu.uuid for gpu in smi.parse_gpus(TWO_L40S.replace(FIRST, odd)).gpus] == [SECOND]
+    assert [gpu.memory_bytes for gpu in smi.parse_gpus(TWO_L40S.replace("46068", "4\x006068")).gpus] == [None, None]
+    assert smi.parse_gpus(TWO_L40S.replace("NVIDIA", "\x1b[1mNVI\x00DIA")).gpus[0].name == "NVIDIA L40S"
+
+
 @st.composite
 def mutations(draw: st.DrawFn) -> str:
     """One of the texts with things inserted, removed, doubled and cut off."""
@@ -147,7 +157,7 @@ def test_no_mutation_crashes_or_invents_anything(text: str) -> None:
     for gpu in reading.gpus:
         # The row it came from, field by field: known figures are the ones that stand there.
         (row,) = [row for row in whole if row[1] == gpu.uuid and row[0].isdecimal() and int(row[0]) == gpu.index][:1]
-        assert gpu.name == row[2]
+        assert gpu.name == visible(row[2]).strip()
         assert gpu.memory_bytes is None or gpu.memory_bytes == int(row[3]) * MIB > 0
         assert gpu.used_bytes is None or gpu.used_bytes == int(row[4]) * MIB
         assert gpu.utilization is None or gpu.utilization == int(row[5]) / 100 <= 1

@@ -104,10 +104,13 @@ def parse_nvlink(text: str) -> dict[int, int] | None:
 
 
 def _row(line: str) -> Gpu | None:
-    fields = [field.strip() for field in visible(line).split(",")]
+    fields = [field.strip() for field in line.split(",")]
     if len(fields) != len(GPU_FIELDS):
         return None
+    # Only the name is made fit for a terminal. Figures and identities stay as printed: taking a control character out
+    # of the middle of one would make another, believable one.
     index, uuid, name, total, used, busy, capability, ecc, mig, bus_id = fields
+    name = visible(name).strip()
     at = _whole(index)
     if at is None or not _UUID.fullmatch(uuid) or not name or _unknown(name):
         return None
