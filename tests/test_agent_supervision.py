@@ -234,10 +234,12 @@ async def test_a_worker_waits_for_the_rendezvous_and_serves_nothing(place: Scene
             # Somebody else at the rendezvous: it was chosen by others, so no other port will do.
             port = taken.getsockname()[1]
             shards.start(Shard("r2", **{**common, "rendezvous_port": port}))
-            assert "outside port_range" in (await reported(shards, "r2/0", "failed")).reason
+            outside = await reported(shards, "r2/0", "failed")
+            assert "outside port_range" in outside.reason and outside.refused_port == 0
             with socket.create_server(("127.0.0.1", meeting - 1)):
                 shards.start(Shard("r3", **{**common, "rendezvous_port": meeting - 1}))
-                assert "in use by another process" in (await reported(shards, "r3/0", "failed")).reason
+                refused = await reported(shards, "r3/0", "failed")
+                assert "in use by another process" in refused.reason and refused.refused_port == meeting - 1
 
 
 async def test_twenty_at_once_share_no_port(place: Scene) -> None:

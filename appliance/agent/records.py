@@ -98,6 +98,7 @@ class Record:
     log: str = ""
     load_bytes: int = 0
     used_bytes: dict[str, int] = attrs.field(factory=dict)
+    refused_port: int = 0
 
     @property
     def ended(self) -> bool:
@@ -125,6 +126,7 @@ class Record:
             ports=self.ports,
             adopted=adopted,
             log=self.log,
+            refused_port=self.refused_port,
         )
 
 

@@ -264,6 +264,8 @@ class ShardTree:
         inventory = node.inventory()
         for _ in range(PLANS):
             pool = node.ports.without(self._others(shard.id) | foreign)
+            if shard.leads and shard.rendezvous_port in pool.taken:
+                self._note_refused(shard.rendezvous_port)
             made = plan(shard, self._site(inventory, pool))
             numbers = frozenset(number for use in made.ports for number in use.numbers)
             # Held before anything is awaited, or a second shard would plan with the same ones.
@@ -314,6 +316,7 @@ class ShardTree:
             busy = await trio.to_thread.run_sync(sockets.taken, numbers)
             if meeting in busy:
                 if await trio.to_thread.run_sync(sockets.listened_on, [meeting]):
+                    self._note_refused(meeting)
                     raise CannotLaunch([f"rendezvous port {meeting} is in use by another process"])
                 busy.discard(meeting)
             if busy:
@@ -321,6 +324,10 @@ class ShardTree:
                 near = range(min(busy), min(min(busy) + AHEAD, pool.last) + 1)
                 busy |= await trio.to_thread.run_sync(sockets.taken, [port for port in near if port not in others])
         return frozenset(busy)
+
+    def _note_refused(self, port: int) -> None:
+        """Whoever chose the rendezvous port is told that it was the port, so that it chooses another one."""
+        self.record = attrs.evolve(self.record, refused_port=port)
 
     def _site(self, inventory: Inventory, pool: PortPool) -> Site:
         node = self._node

@@ -25,7 +25,8 @@ class Report:
     of its log, set when it failed, without keys. `pid` is the engine's own process (0: none yet), `port` where it
     serves HTTP and `url` the same without a trailing slash and without `/v1` (0 and "" for a rank that serves nothing).
     `ports` are all it holds, inner ones too. `adopted`: it was started by an earlier run of the agent. `log` is the
-    file with its output.
+    file with its output. `refused_port` is the rendezvous port, where somebody else has it and nothing was started for
+    that reason; 0 in every other case.
     """
 
     shard: Shard
@@ -40,6 +41,7 @@ class Report:
     ports: tuple[int, ...] = ()
     adopted: bool = False
     log: str = ""
+    refused_port: int = 0
 
     @property
     def ended(self) -> bool:
