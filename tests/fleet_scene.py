@@ -54,6 +54,7 @@ class Agent:
     connected: bool = False
     slow: bool = False
     off_s: float = 0.0
+    ports: tuple[int, int] = (20000, 24999)
     boots: int = 0
     shards: dict[str, Report] = attrs.field(factory=dict)
     since: dict[str, float] = attrs.field(factory=dict)
@@ -70,7 +71,7 @@ class Agent:
     def register(self) -> Register:
         clock = 1.7e9 + self.off_s
         reports = tuple(self.shards.values())
-        return Register(PROTOCOL, "1", self.name, f"boot{self.boots}", clock, self.inventory, (20000, 24999), reports)
+        return Register(PROTOCOL, "1", self.name, f"boot{self.boots}", clock, self.inventory, self.ports, reports)
 
     def obey(self, command: Start | Stop | Forget, now: float) -> None:
         self.seen.append(command)
@@ -107,7 +108,8 @@ class Agent:
 
 class Scene:
     """Agents, their control plane, and time. `load_s` is how long an engine loads; `busy` keeps draining ones from
-    ending before their time is over; `breaks` says which shards fail when they have loaded."""
+    ending before their time is over; `breaks` says which shards fail when they have loaded. `strangers` are ports that
+    somebody else has on every node."""
 
     def __init__(self, agents: Iterable[Inventory], models: Iterable[Model], settings: ControlSettings = SETTINGS):
         self.now = 1000.0
@@ -120,6 +122,7 @@ class Scene:
         self.load_s = 10.0
         self.busy = False
         self.breaks: Callable[[Report], bool] = lambda report: False
+        self.strangers: set[int] = set()
         self.cordons: dict[str, float | None] = {}
         self.again_at = 0.0
         self.restart()
@@ -216,6 +219,9 @@ class Scene:
         for shard_id, report in list(agent.shards.items()):
             age = self.now - agent.since.get(shard_id, self.now)
             match report.state:
+                case "starting" if report.shard.leads and (port := report.shard.rendezvous_port) in self.strangers:
+                    reason = f"rendezvous port {port} is in use by another process"
+                    agent.become(shard_id, "failed", self.now, reason=reason, refused_port=port)
                 case "starting":
                     agent.become(shard_id, "loading", self.now)
                 case "loading" if age >= self.load_s:

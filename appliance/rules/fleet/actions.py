@@ -40,7 +40,7 @@ class Actions:
 @attrs.frozen
 class Failure:
     """One replica that failed by itself. `line` is the last line of the shard's log, "" when it left none; `tail` are
-    the last ones, for operators who come after the node has forgotten it."""
+    the last ones, for operators who come after the node has forgotten it. `refused_port` as in its report."""
 
     at: float
     replica: str
@@ -51,6 +51,7 @@ class Failure:
     exit: str = ""
     line: str = ""
     tail: tuple[str, ...] = ()
+    refused_port: int = 0
 
     @property
     def sentence(self) -> str:

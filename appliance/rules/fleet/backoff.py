@@ -12,13 +12,14 @@ import attrs
 
 FIRST_S = 2.0
 LONGEST_S = 300.0
+SOON_S = 1.0
 STEADY_S = 60.0
 """Served for so long, a model has recovered, and its next failure is a first one."""
 
 
 @attrs.frozen
 class Backoff:
-    """`failures` in a row, the last one because of `reason`; no new try before `until` (in the clock of `now`)."""
+    """`failures` of the model in a row; no new try before `until` (in the clock of `now`), because of `reason`."""
 
     failures: int = 0
     until: float = 0.0
@@ -38,3 +39,9 @@ def failed(before: Backoff, reason: str, now: float, rng: Random) -> Backoff:
     longest = min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 1, 30))
     # Half of it by chance: what failed together, on one machine or on many, is not tried again together.
     return Backoff(failures, now + longest * rng.uniform(0.5, 1.0), reason)
+
+
+def hindered(before: Backoff, reason: str, now: float) -> Backoff:
+    """What follows when something that the model has no part in failed a try, and the next one will be different: it
+    comes soon, however often that was so, and as many failures are counted as before."""
+    return before if before.waits(now) else attrs.evolve(before, until=now + SOON_S, reason=reason)

@@ -12,7 +12,7 @@ from random import Random
 import attrs
 
 from appliance.rules.fleet.actions import Failure
-from appliance.rules.fleet.backoff import STEADY_S, Backoff, failed
+from appliance.rules.fleet.backoff import STEADY_S, Backoff, failed, hindered
 
 KEPT = 5
 """Failures of each model that are kept for operators."""
@@ -36,6 +36,11 @@ class History:
         """Have the model wait before it is tried again, on other nodes if there are any."""
         self.backoffs[model] = failed(self.backoffs.get(model, Backoff()), reason, now, rng)
         self.avoided.setdefault(model, set()).update(nodes)
+        return self.backoffs[model]
+
+    def wait_briefly(self, model: str, reason: str, now: float) -> Backoff:
+        """Have the model tried again in a moment, wherever that would be: it was not the model that failed."""
+        self.backoffs[model] = hindered(self.backoffs.get(model, Backoff()), reason, now)
         return self.backoffs[model]
 
     def waiting(self, model: str, now: float) -> Backoff | None:

@@ -14,6 +14,10 @@ from appliance.facts.report import Report
 NodeState = Literal["expected", "ready", "unreachable", "lost"]
 """`expected` has a certificate and has not called since we started: as good as unreachable."""
 
+REFUSED_S = 600.0
+"""How long a port is not drawn again that somebody else was found to have. Whoever has one mostly keeps it: another
+service of that machine. Forgotten with the control plane's process, which costs a few tries."""
+
 Stage = Literal["running", "stopping", "over"]
 """`running` is wanted, starting included; `stopping` finishes what it has and gets nothing new; `over` ends at once."""
 
@@ -26,7 +30,7 @@ class Node:
     shards that are to run here and were not reported yet. `told` says what was commanded on this connection: verb and
     shard, and for a stop until when it may drain. `strays` are shards here that belong to nobody and must end.
     `changes` counts with everything that placement looks at. `since` is when `state` began. `version` is that of the
-    agent's program.
+    agent's program. `refused` are rendezvous ports that somebody else has, and when that was last seen.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Node:
     booked: dict[str, Shard] = attrs.field(factory=dict)
     told: dict[tuple[str, str], float] = attrs.field(factory=dict)
     strays: set[str] = attrs.field(factory=set)
+    refused: dict[int, float] = attrs.field(factory=dict)
     changes: int = 0
 
     @property
@@ -61,6 +66,10 @@ class Node:
     def may_come(self) -> bool:
         """Whether it may register any moment, with shards nobody knows of yet."""
         return not self.connected and self.state != "lost"
+
+    def refused_ports(self, now: float) -> set[int]:
+        """Those of `refused` that are not worth another try yet."""
+        return {port for port, at in self.refused.items() if now < at + REFUSED_S}
 
     def outstanding(self, shard_id: str) -> bool:
         """Whether that shard runs here, or may yet."""

@@ -240,10 +240,16 @@ class Fleet:
             self.world.tell("warning", "replica_given_up", **told)
             return
         self.history.note(name, found.failures)
+        ports = [failure for failure in found.failures if failure.refused_port]
+        # Each is news once, so that this comes to an end where strangers have all of them.
+        strangers = [self.world.refuse_port(each.node, each.refused_port, now) for each in ports]
         # What broke a profile that is going anyway says nothing of the new one.
         if placed.profile in model.profiles:
-            nodes = [failure.node for failure in found.failures]
-            backoff = self.history.wait(name, found.reason, nodes, now, rng)
+            if any(strangers):
+                backoff = self.history.wait_briefly(name, found.reason, now)
+            else:
+                nodes = [failure.node for failure in found.failures]
+                backoff = self.history.wait(name, found.reason, nodes, now, rng)
             told["retry_in_s"] = round(backoff.until - now, 1)
         for failure in found.failures[:1]:
             told |= {"node": failure.node, "rank": failure.rank, "exit": failure.exit}

@@ -62,6 +62,7 @@ def trouble(world: World, placed: Placed, now: float) -> Trouble | None:
             report.exit,
             last_line(report),
             report.tail,
+            report.refused_port,
         )
         for rank, node, report in found
         if report.state == "failed"

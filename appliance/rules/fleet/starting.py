@@ -20,7 +20,7 @@ def make(world: World, model: Model, placement: Placement, now: float, rng: Rand
     name = _name(world, model.name, rng)
     lead = placement.seats[0]
     several = len(placement.seats) > 1
-    port = _meeting_port(world.nodes[lead.node], rng) if several else 0
+    port = _meeting_port(world.nodes[lead.node], now, rng) if several else 0
     key = f"{rng.getrandbits(KEY_BITS):0{KEY_BITS // 4}x}"
     shards = {
         rank: Shard(
@@ -51,15 +51,20 @@ def _name(world: World, model: str, rng: Random) -> str:
             return name
 
 
-def _meeting_port(node: Node, rng: Random) -> int:
-    """By chance, since a port that some stranger holds fails the replica, and the next try should be another one. The
-    leader's agent looks whether it is free; 0, which no agent takes, when all are known to be held."""
+def _meeting_port(node: Node, now: float, rng: Random) -> int:
+    """One that no shard holds and nobody else was found to have, by chance: agents give out the lowest ones first, and
+    may have done so without our having heard of it. Whether a stranger has it is seen by the leader's agent alone.
+
+    Where all are taken, the one of which that was seen the longest ago; 0, which no agent takes, when shards hold all.
+    """
     first, last = node.port_range
     held = {port for report in node.reports.values() for port in (*report.ports, report.shard.rendezvous_port)}
     held.update(shard.rendezvous_port for shard in node.booked.values())
+    refused = node.refused_ports(now)
     for _ in range(32):
         port = rng.randint(first, last)
-        if port not in held:
+        if port not in held and port not in refused:
             return port
     free = [port for port in range(first, last + 1) if port not in held]
-    return rng.choice(free) if free else 0
+    fresh = [port for port in free if port not in refused]
+    return rng.choice(fresh) if fresh else min(free, key=node.refused.__getitem__, default=0)

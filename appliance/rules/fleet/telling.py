@@ -100,8 +100,9 @@ def summary(rejections: Sequence[Rejection]) -> str:
 
 def _missing(fleet: Fleet, name: str, now: float) -> str:
     if (backoff := fleet.history.waiting(name, now)) is not None:
+        again = f"{backoff.reason}; it is tried again in {_seconds(backoff.until - now)}"
         times = "once" if backoff.failures == 1 else f"{backoff.failures} times in a row"
-        return f"it failed {times}: {backoff.reason}; it is tried again in {_seconds(backoff.until - now)}"
+        return f"it failed {times}: {again}" if backoff.failures else again
     if name in fleet.unplaced:
         reason = fleet.unplaced[name]
         return f"no node has room for it: {reason}" if reason else "it waits for room that another replica is leaving"

@@ -157,6 +157,15 @@ class World:
         node.state, node.since = "unreachable", now
         self._changed(node)
 
+    def refuse_port(self, name: str, port: int, now: float) -> bool:
+        """Somebody else has this port of a node, on which ranks were to meet. Whether that was not known before."""
+        node = self.nodes.get(name)
+        if node is None:
+            return False
+        known = node.refused_ports(now)
+        node.refused = {each: at for each, at in node.refused.items() if each in known} | {port: now}
+        return port not in known
+
     def lost(self, name: str, now: float) -> None:
         """It has said nothing for so long that what ran there is given up.
 
