@@ -7,9 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -22,43 +20,18 @@ import pytest
 import trio
 
 from appliance.agent import procfs
-from tests.serve_process import logged, until
+from tests.processes import APPLIANCE, Process, environment, port_in, spawn
 
 LLAMA_SERVER = Path(sys.executable).with_name("appliance-llama-server")
 
 
 @attrs.frozen(eq=False)
-class Process:
+class Agent(Process):
     """One agent, with its log in a file of its own."""
-
-    popen: subprocess.Popen[bytes]
-    log_file: Path
-
-    @property
-    def log(self) -> list[str]:
-        return self.log_file.read_text().splitlines()
 
     @property
     def port(self) -> int:
-        line = next(line for line in self.log if 'event="agent runs"' in line)
-        found = re.search(r"listen=http://127\.0\.0\.1:(\d+)", line)
-        assert found is not None, line
-        return int(found[1])
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.popen.pid, number)
-
-    async def logged(self, wanted: str, times: int = 1) -> str:
-        """Wait until `times` lines hold `wanted`; the last of them."""
-        return await logged(self.popen, lambda: self.log, wanted, times)
-
-    async def ended(self) -> int:
-        await until(lambda: self.popen.poll() is not None, "the agent has ended")
-        return self.popen.returncode
-
-    async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.send(number)
-        return await self.ended()
+        return port_in(self.log, 'event="agent runs"')
 
     async def status(self) -> dict[str, Any]:
         return await trio.to_thread.run_sync(get_json, f"http://127.0.0.1:{self.port}/status")
@@ -87,7 +60,7 @@ class Agents:
         self.folder = folder
         self.state = folder / "appliance-state"
         self.config = folder / "appliance.toml"
-        self._all: list[Process] = []
+        self._all: list[Agent] = []
 
     def configure(self, models: str, **agent: object) -> None:
         """Write the file: loopback, ports of this test alone, no GPUs, and what the test says."""
@@ -107,32 +80,15 @@ class Agents:
         self.config.write_text("\n".join(["[agent]", *lines, models]))
 
     def environment(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("APPLIANCE_", "LISTEN_"))}
-        return (
-            own
-            | {
-                "APPLIANCE_CONFIG": str(self.config),
-                "STATE_DIRECTORY": str(self.state),
-                "RUNTIME_DIRECTORY": str(self.folder / "appliance-run"),
-            }
-            | dict(env or {})
-        )
+        return environment(self.folder) | dict(env or {})
 
-    def begin(self, *flags: str, env: Mapping[str, str] | None = None) -> Process:
+    def begin(self, *flags: str, env: Mapping[str, str] | None = None) -> Agent:
         log_file = self.folder / f"agent-{len(self._all)}.log"
-        with log_file.open("wb") as log:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "appliance", "agent", *flags],
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=self.environment(env),
-                start_new_session=True,
-            )
-        process = Process(popen, log_file)
+        process = Agent(spawn((*APPLIANCE, "agent", *flags), log_file, self.environment(env)), log_file)
         self._all.append(process)
         return process
 
-    async def start(self, *flags: str, **how: Any) -> Process:
+    async def start(self, *flags: str, **how: Any) -> Agent:
         process = self.begin(*flags, **how)
         await process.logged('event="agent runs"')
         return process
@@ -151,9 +107,7 @@ class Agents:
 
     def kill(self) -> None:
         for process in self._all:
-            if process.popen.poll() is None:
-                process.popen.kill()
-            process.popen.wait()
+            process.kill()
         for pid in self.engines():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -14,7 +14,6 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,10 +25,9 @@ import trio
 
 from appliance.agent import procfs
 from appliance.cli.config import toml_value
-from tests.serve_process import logged, until
+from tests.processes import APPLIANCE, Process, environment, spawn
 
 T = TypeVar("T")
-APPLIANCE = (sys.executable, "-m", "appliance")
 GPU_BYTES = 85899345920
 QUICK = {"settle_s": 2, "unreachable_after_s": 2, "lost_after_s": 5, "drain_grace_s": 30, "wake_wait_s": 60}
 """Timings of a control plane in tests; the proportions are those of the defaults."""
@@ -42,41 +40,6 @@ def inventory(node: str, gpus: int = 8, fabric: str = "", gpu: str = "NVIDIA H10
     if fabric:
         found["fabrics"] = [{"name": fabric, "transport": "ib", "rails": [{"adapter": "mlx5_0"}]}]
     return found
-
-
-@attrs.define(eq=False)
-class Process:
-    """One running part of the cluster, with its log in a file of its own."""
-
-    popen: subprocess.Popen[bytes]
-    log_file: Path
-
-    @property
-    def pid(self) -> int:
-        return self.popen.pid
-
-    @property
-    def log(self) -> list[str]:
-        return self.log_file.read_text().splitlines()
-
-    @property
-    def alive(self) -> bool:
-        return self.popen.poll() is None
-
-    async def logged(self, wanted: str, times: int = 1, within_s: float = 30.0) -> str:
-        """Wait until `times` lines hold `wanted`; the last of them."""
-        return await logged(self.popen, lambda: self.log, wanted, times, within_s)
-
-    def kill(self) -> None:
-        """As a crash would, without a last word."""
-        if self.alive:
-            self.popen.kill()
-        self.popen.wait()
-
-    async def stop(self) -> int:
-        self.popen.send_signal(signal.SIGTERM)
-        await until(lambda: not self.alive, "it has ended")
-        return self.popen.returncode
 
 
 class Place:
@@ -97,12 +60,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("APPLIANCE_", "LISTEN_"))}
-        return own | {
-            "APPLIANCE_CONFIG": str(self.config),
-            "STATE_DIRECTORY": str(self.state),
-            "RUNTIME_DIRECTORY": str(self.folder / "appliance-run"),
-        }
+        return environment(self.folder)
 
     async def run(self, *words: str, status: int = 0) -> str:
         """What a command that ends by itself prints; its exit status must be `status`."""
@@ -121,16 +79,7 @@ class Place:
         """Start a part that goes on, without waiting."""
         log_file = self.folder / f"{words[0]}-{self._starts}.log"
         self._starts += 1
-        with log_file.open("wb") as log:
-            popen = subprocess.Popen(
-                [*self.within, *APPLIANCE, *words],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=self.environment,
-                start_new_session=True,
-            )
-        self.process = Process(popen, log_file)
+        self.process = Process(spawn((*self.within, *APPLIANCE, *words), log_file, self.environment), log_file)
         return self.process
 
     def engines(self) -> dict[int, str]:

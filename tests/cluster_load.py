@@ -7,8 +7,8 @@ import json
 import attrs
 import trio
 
+from tests.processes import until
 from tests.raw_client import BrokenOff, Client, chat
-from tests.serve_process import until
 
 
 @attrs.frozen

@@ -24,8 +24,8 @@ network. A test of groups says otherwise itself."""
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
-"""The suite draws the same examples each time, so that a change is judged by what it changed; `make explore` draws others.
-No deadlines: they would time the machine."""
+"""The suite draws the same examples each time, so that a change is judged by what it changed; `make explore` draws
+others. No deadlines: they would time the machine."""
 
 
 @pytest.fixture(autouse=True)

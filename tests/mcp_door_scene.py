@@ -22,7 +22,7 @@ import trio
 from tests.fake_daemon import Daemon
 from tests.routers import Running
 from tests.routers import router as in_this_loop
-from tests.serve_process import Process, Processes, processes
+from tests.serve_process import Processes, Router, processes
 from tests.toolservers.listener import Reply, Request, listening
 from tests.toolservers.scripted import Server
 
@@ -51,7 +51,7 @@ async def at(server: Server) -> AsyncIterator[str]:
 
 
 @attrs.define(eq=False)
-class Router:
+class McpDoor:
     base: str
     http: httpx.AsyncClient
 
@@ -91,10 +91,10 @@ class Router:
 
 
 @attrs.define(eq=False)
-class RouterProcess(Router):
+class RouterProcess(McpDoor):
     """`process` is the one that serves now."""
 
-    process: Process
+    process: Router
     routers: Processes
     environ: dict[str, str]
 
@@ -104,7 +104,7 @@ class RouterProcess(Router):
 
 
 @attrs.define(eq=False)
-class RouterInside(Router):
+class RouterInside(McpDoor):
     running: Running
 
 

@@ -8,7 +8,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ from typing import Any
 
 import attrs
 
+from tests.processes import APPLIANCE, environment
+
 START_S = 30.0
-APPLIANCE = (sys.executable, "-m", "appliance")
 
 
 class Log:
@@ -113,16 +113,6 @@ def ctl(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str
     return subprocess.run(
         (*APPLIANCE, "ctl", *arguments), capture_output=True, text=True, timeout=60, env=env, check=False
     )
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """State and sockets in `folder`, configuration in its `appliance.toml`."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("APPLIANCE_") and name != "COLUMNS"}
-    return env | {
-        "APPLIANCE_CONFIG": str(folder / "appliance.toml"),
-        "STATE_DIRECTORY": str(folder / "appliance-state"),
-        "RUNTIME_DIRECTORY": str(folder / "appliance-run"),
-    }
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import attrs
 import trio
 
+from tests.processes import until
 from tests.raw_client import Answer, BrokenOff, Client, chat
-from tests.serve_process import until
 
 WORDS = "one two three"
 SAID = b"You said: one two three"

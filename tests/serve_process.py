@@ -3,27 +3,20 @@
     router = await start(folder, "--takeover")      # returns once it serves
     await router.ended()
 
-All waiting is Trio's, so a load in the same loop goes on. Whatever is still alive when the block of `processes` ends is
-killed.
+Whatever is still alive when the block of `processes` ends is killed.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import attrs
-import trio
 
-WITHIN_S = 30.0
-"""Ends a test that would fail anyway."""
-_APPLIANCE = (sys.executable, "-m", "appliance")
+from tests.processes import APPLIANCE, Process, environment, port_in, spawn
+
 _PASSING = """
 import fcntl, os, sys
 count = int(sys.argv[1])
@@ -38,20 +31,10 @@ os.execv(sys.argv[2 + count], sys.argv[2 + count :])
 
 
 @attrs.frozen(eq=False)
-class Process:
+class Router(Process):
     """A router, its state and its configuration in `folder`, its log in a file of its own."""
 
-    popen: subprocess.Popen[bytes]
     folder: Path
-    log_file: Path
-
-    @property
-    def pid(self) -> int:
-        return self.popen.pid
-
-    @property
-    def log(self) -> list[str]:
-        return self.log_file.read_text().splitlines()
 
     @property
     def admin(self) -> Path:
@@ -59,33 +42,11 @@ class Process:
 
     @property
     def door(self) -> int:
-        return self._port("listen")
+        return port_in(self.log, "event=serving")
 
     @property
     def metrics(self) -> int:
-        return self._port("metrics")
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    async def logged(self, wanted: str, times: int = 1) -> str:
-        """Wait until `times` lines hold `wanted`; the last of them."""
-        return await logged(self.popen, lambda: self.log, wanted, times)
-
-    async def ended(self) -> int:
-        """Wait until it has ended; its exit status."""
-        await until(lambda: self.popen.poll() is not None, "the router has ended")
-        return self.popen.returncode
-
-    async def stop(self) -> int:
-        self.signal(signal.SIGTERM)
-        return await self.ended()
-
-    def _port(self, name: str) -> int:
-        line = next(line for line in self.log if "event=serving" in line)
-        found = re.search(rf"\b{name}=(?:https?://)?127\.0\.0\.1:(\d+)", line)
-        assert found is not None, line
-        return int(found[1])
+        return port_in(self.log, "event=serving", "metrics")
 
 
 class Processes:
@@ -93,7 +54,7 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._all: list[Process] = []
+        self._all: list[Router] = []
 
     @property
     def config(self) -> Path:
@@ -111,29 +72,21 @@ class Processes:
 
     def begin(
         self, *flags: str, passed: Sequence[int] = (), env: Mapping[str, str] | None = None, limit: int = 0
-    ) -> Process:
+    ) -> Router:
         """Start one without waiting. `passed` are listening sockets, handed over as systemd does; `limit` is its soft
         limit of open files."""
-        command: list[str] = [*_APPLIANCE, "serve", *flags]
+        command: list[str] = [*APPLIANCE, "serve", *flags]
         if passed:
             command = [sys.executable, "-c", _PASSING, str(len(passed)), *map(str, passed), *command]
         if limit:
             command = ["sh", "-c", f'ulimit -S -n {limit}; exec "$@"', "sh", *command]
         log_file = self.folder / f"serve-{len(self._all)}.log"
-        with log_file.open("wb") as log:
-            popen = subprocess.Popen(
-                command,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=self._environment() | dict(env or {}),
-                pass_fds=passed,
-                start_new_session=True,
-            )
-        process = Process(popen, self.folder, log_file)
+        env = environment(self.folder) | dict(env or {})
+        process = Router(spawn(command, log_file, env, passed), log_file, self.folder)
         self._all.append(process)
         return process
 
-    async def start(self, *flags: str, **how: object) -> Process:
+    async def start(self, *flags: str, **how: object) -> Router:
         """Start one and wait until it serves."""
         process = self.begin(*flags, **how)  # type: ignore[arg-type]
         await process.logged("event=serving")
@@ -147,17 +100,7 @@ class Processes:
 
     def kill(self) -> None:
         for process in self._all:
-            if process.popen.poll() is None:
-                process.popen.kill()
-            process.popen.wait()
-
-    def _environment(self) -> dict[str, str]:
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("APPLIANCE_", "LISTEN_"))}
-        return env | {
-            "APPLIANCE_CONFIG": str(self.config),
-            "STATE_DIRECTORY": str(self.folder / "appliance-state"),
-            "RUNTIME_DIRECTORY": str(self.folder / "appliance-run"),
-        }
+            process.kill()
 
 
 @asynccontextmanager
@@ -167,30 +110,6 @@ async def processes(folder: Path) -> AsyncIterator[Processes]:
         yield made
     finally:
         made.kill()
-
-
-async def logged(
-    popen: subprocess.Popen[bytes], log: Callable[[], list[str]], wanted: str, times: int, within_s: float = WITHIN_S
-) -> str:
-    """Wait until `times` lines of a process's log hold `wanted`; the last of them."""
-    lines: list[str] = []
-
-    def there() -> bool:
-        lines[:] = [line for line in log() if wanted in line]
-        return len(lines) >= times or popen.poll() is not None
-
-    await until(there, f"logged: {wanted}", within_s)
-    assert len(lines) >= times, log()
-    return lines[-1]
-
-
-async def until(condition: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
-    """Wait until `condition` holds; `what` is the sentence that the test fails with."""
-    with trio.move_on_after(within_s):
-        while not condition():  # noqa: ASYNC110 - another process brings it about
-            await trio.sleep(0.01)
-        return
-    raise AssertionError(f"never true: {what}")
 
 
 def endpoint(identity: str, url: str, models: Iterable[str] | None = ("m",)) -> str:

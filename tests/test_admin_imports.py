@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.operator_router import environment
+from tests.processes import environment
 
 PROGRAM = """
 import json, os, socket, sys, trio

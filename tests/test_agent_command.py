@@ -19,7 +19,8 @@ from appliance.demo.child import DidNotStart
 from appliance.demo.engine import model_file
 from tests.agent_process import Agents, agents, chat, model, need_llama
 from tests.engines.tiny_gguf import TinyModels, words
-from tests.serve_process import endpoint, processes, until
+from tests.processes import until
+from tests.serve_process import endpoint, processes
 
 
 async def in_thread(call: Any, *args: Any) -> Any:
@@ -218,7 +219,7 @@ async def test_a_router_reaches_what_an_agent_runs(tmp_path: Path, tiny_models: 
         assert await in_thread(chat, door, "tiny") == words(4), router.log
         assert await in_thread(chat, door, "m")
         routers.configure(engines + model("other"))
-        router.signal(signal.SIGHUP)
+        router.send(signal.SIGHUP)
         assert "models.other.profiles" in await router.logged("some changes need a restart")
         assert await in_thread(chat, door, "tiny") == words(4)
 

@@ -26,11 +26,11 @@ from appliance.facts import link as say
 from appliance.facts.catalog import Profile
 from appliance.facts.replica import Shard
 from appliance.wire.link import Link, LinkClosed
-from tests.agent_process import Process, agents, model
+from tests.agent_process import Agent, agents, model
 from tests.caller_scene import Line
 from tests.fake_control import as_text, control
 from tests.link_papers import Cluster
-from tests.serve_process import until
+from tests.processes import until
 
 STOP_S = 1.0
 SIM = Profile("p", "sim", gpus_per_node=0)
@@ -50,7 +50,7 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path / "appliance-plane")
 
 
-async def stop_in_time(agent: Process) -> None:
+async def stop_in_time(agent: Agent) -> None:
     agent.send(signal.SIGTERM)
     at = time.monotonic()
     assert await agent.ended() == 0

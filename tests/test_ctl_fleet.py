@@ -28,8 +28,8 @@ from appliance.cli.ctl.screen import console
 from appliance.cli.main import run
 from appliance.cli.operations import Operations
 from appliance.facts.catalog import Model, Profile, Scaling
-from tests.operator_router import APPLIANCE, environment
 from tests.plane_scene import QUICK, ScenePlane, machine, scene
+from tests.processes import APPLIANCE, environment
 from tests.routers import Running as InProcess
 from tests.routers import router
 

@@ -24,7 +24,7 @@ from appliance.store.failed import StoreFailed
 from appliance.store.papers import Papers
 from appliance.store.store import Store, open_store
 from appliance.wire import certificates
-from tests.operator_router import environment
+from tests.processes import environment
 from tests.routers import router
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from tests.engines import sim_engine
-from tests.operator_router import APPLIANCE, Router, ctl, environment, router
+from tests.operator_router import Router, ctl, router
+from tests.processes import APPLIANCE, environment
 
 READS = (
     ("status",),

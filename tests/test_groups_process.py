@@ -13,11 +13,12 @@ import trio
 
 from tests.fake_daemon import fake_daemon, free_udp_port
 from tests.fake_engine import DONE, event, fake_engine, says, streamed
+from tests.processes import until
 from tests.raw_client import Client, chat
-from tests.serve_process import Process, processes, until
+from tests.serve_process import Router, processes
 
 
-async def ask(router: Process) -> int:
+async def ask(router: Router) -> int:
     client = Client(await trio.open_tcp_stream("127.0.0.1", router.door))
     await client.send(chat(stream=True))
     answer = await client.answer("POST")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import sys
 import time
 import tomllib
 from collections.abc import AsyncIterator, Sequence
@@ -27,8 +26,7 @@ from appliance.store.papers import Papers
 from appliance.store.store import Store, open_store
 from appliance.wire import certificates
 from appliance.wire.tls import link_server_context
-
-APPLIANCE = (sys.executable, "-m", "appliance")
+from tests.processes import APPLIANCE
 
 
 @attrs.define

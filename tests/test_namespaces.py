@@ -15,8 +15,9 @@ import trio
 from appliance.wire.line import silent_s
 from tests.engines import sim_engine
 from tests.namespaces import Machine, machine
+from tests.processes import until
 from tests.raw_client import BrokenOff, Client, chat, request
-from tests.serve_process import Process, endpoint, processes, until
+from tests.serve_process import Router, endpoint, processes
 
 NOTICED_S = 30.0
 SPEED = ("--decode-tokens-per-second", "10")
@@ -29,12 +30,12 @@ def far() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def sim() -> Iterator[sim_engine.Process]:
+def sim() -> Iterator[sim_engine.Router]:
     with sim_engine.running(*SPEED, model="near") as process:
         yield process
 
 
-async def test_silence_is_noticed(tmp_path: Path, far: Machine, sim: sim_engine.Process) -> None:
+async def test_silence_is_noticed(tmp_path: Path, far: Machine, sim: sim_engine.Router) -> None:
     """An engine and some clients on one machine, whose cable is pulled in the middle of everything."""
     with far.sim(*SPEED, model="far") as lost:
         async with processes(tmp_path) as routers, trio.open_nursery() as nursery:
@@ -108,11 +109,11 @@ async def test_silence_is_noticed(tmp_path: Path, far: Machine, sim: sim_engine.
             nursery.cancel_scope.cancel()
 
 
-def _running(sim: sim_engine.Process) -> float:
+def _running(sim: sim_engine.Router) -> float:
     return sim.metrics()["vllm:num_requests_running"]
 
 
-async def _status(router: Process) -> dict[str, Any]:
+async def _status(router: Router) -> dict[str, Any]:
     client = Client(await trio.open_unix_socket(router.admin))
     await client.send(request("GET", "/status"))
     answer: dict[str, Any] = (await client.answer()).json()

@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from appliance.agent import procfs
-from tests.agent_process import Process, agents, chat, get_json, model
+from tests.agent_process import Agent, agents, chat, get_json, model
 from tests.engines.tiny_gguf import words
 
 VENV = os.path.abspath(given) if (given := os.environ.get("TEST_ENGINES_VENV")) else ""
@@ -127,7 +127,7 @@ async def asked(row: dict[str, Any]) -> str:
 
 
 async def shard(
-    agent: Process, holds: Callable[[dict[str, Any]], bool], states: list[str] | None = None
+    agent: Agent, holds: Callable[[dict[str, Any]], bool], states: list[str] | None = None
 ) -> dict[str, Any]:
     """The shard once `holds` is true of it; all states on the way go to `states`. Fails when the shard has."""
     states = [] if states is None else states

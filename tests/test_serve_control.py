@@ -20,8 +20,9 @@ from appliance.cli.startfailed import StartFailed
 from appliance.control import pki
 from appliance.control.plane import Plane
 from appliance.store.papers import Papers, make_folder
-from tests.cluster import APPLIANCE, Cluster, cluster, inventory
+from tests.cluster import Cluster, cluster, inventory
 from tests.gate_scene import waiting
+from tests.processes import APPLIANCE
 from tests.raw_client import chat as raw_chat
 from tests.routers import router
 

@@ -11,14 +11,15 @@ import pytest
 import trio
 
 from tests.engines import sim_engine
+from tests.processes import until
 from tests.raw_client import Client, request
 from tests.serve_certificates import Certificate, believing, make
 from tests.serve_load import Load, LongStream
-from tests.serve_process import Process, endpoint, processes, until
+from tests.serve_process import Router, endpoint, processes
 
 
 @pytest.fixture(scope="module")
-def sims() -> Iterator[list[sim_engine.Process]]:
+def sims() -> Iterator[list[sim_engine.Router]]:
     speed = ("--decode-tokens-per-second", "10", "--max-num-seqs", "512")
     with ExitStack() as stack:
         yield [stack.enter_context(sim_engine.running(*speed)) for _ in range(2)]
@@ -29,12 +30,12 @@ def model(*aliases: str) -> str:
     return f'[[models]]\nname = "m"\naliases = [{quoted}]\n'
 
 
-async def reload(router: Process, said: str, times: int) -> str:
-    router.signal(signal.SIGHUP)
+async def reload(router: Router, said: str, times: int) -> str:
+    router.send(signal.SIGHUP)
     return await router.logged(said, times)
 
 
-async def test_reloads_under_load_fail_no_request(tmp_path: Path, sims: list[sim_engine.Process]) -> None:
+async def test_reloads_under_load_fail_no_request(tmp_path: Path, sims: list[sim_engine.Router]) -> None:
     certificates = [make(tmp_path, name) for name in ("first", "second")]
     taken = 'event="configuration reloaded"'
     a, b = (endpoint(name, sim.url) for name, sim in zip("ab", sims, strict=True))
@@ -75,7 +76,7 @@ async def test_reloads_under_load_fail_no_request(tmp_path: Path, sims: list[sim
             (a + b + model("m"), "shadows the model of that name"),
         ):
             configure(broken[0], second)
-            router.signal(signal.SIGHUP)
+            router.send(signal.SIGHUP)
             assert "the old one goes on" in await router.logged(broken[1])
         routers.config.unlink()
         assert "level=error" in await reload(router, "the old one goes on", 4)
@@ -104,7 +105,7 @@ async def test_reloads_under_load_fail_no_request(tmp_path: Path, sims: list[sim
         assert await router.stop() == 0
 
 
-async def test_a_stream_on_an_endpoint_that_goes_is_finished(tmp_path: Path, sims: list[sim_engine.Process]) -> None:
+async def test_a_stream_on_an_endpoint_that_goes_is_finished(tmp_path: Path, sims: list[sim_engine.Router]) -> None:
     """Both where the endpoint is taken out, and where only its settings change (its connections are then renewed)."""
     async with processes(tmp_path) as routers, trio.open_nursery() as nursery:
         routers.configure(endpoint("a", sims[0].url))
@@ -122,7 +123,7 @@ async def test_a_stream_on_an_endpoint_that_goes_is_finished(tmp_path: Path, sim
         assert await router.stop() == 0
 
 
-async def test_reload_leaves_alone_what_did_not_change(tmp_path: Path, sims: list[sim_engine.Process]) -> None:
+async def test_reload_leaves_alone_what_did_not_change(tmp_path: Path, sims: list[sim_engine.Router]) -> None:
     """A fault is told once: an endpoint that is away is not told again by each reload. And the router's own page of
     models stays as it was."""
     async with processes(tmp_path) as routers:
@@ -140,14 +141,14 @@ async def test_reload_leaves_alone_what_did_not_change(tmp_path: Path, sims: lis
         assert await router.stop() == 0
 
 
-async def _listed(router: Process, names: set[str]) -> None:
+async def _listed(router: Router, names: set[str]) -> None:
     client = Client(await trio.open_tcp_stream("127.0.0.1", router.door))
     await client.send(request("GET", "/v1/models"))
     assert {entry["id"] for entry in (await client.answer()).json()["data"]} == names
     await client.close()
 
 
-def test_nothing_of_these_is_left_over(sims: list[sim_engine.Process]) -> None:
+def test_nothing_of_these_is_left_over(sims: list[sim_engine.Router]) -> None:
     """The last one here: whatever was reloaded meanwhile, no engine holds anything for anybody."""
     for sim in sims:
         metrics = sim.metrics()

@@ -13,9 +13,10 @@ import pytest
 import trio
 
 from tests.engines import sim_engine
+from tests.processes import until
 from tests.raw_client import Client, chat, request
 from tests.serve_load import LongStream, text_of
-from tests.serve_process import endpoint, processes, until
+from tests.serve_process import endpoint, processes
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ async def test_a_stop_is_staged(tmp_path: Path, sim: sim_engine.Process) -> None
         nursery.start_soon(stream.run)
         await stream.begun.wait()
 
-        router.signal(signal.SIGTERM)
+        router.send(signal.SIGTERM)
         await router.logged("event=stopping requests=1 drain_s=25")
         await checks.send(request("GET", "/readyz"))
         answer = await checks.answer()
@@ -71,12 +72,12 @@ async def test_whoever_waits_in_the_queue_at_a_stop_is_served(tmp_path: Path, si
     async with processes(tmp_path) as routers:
         routers.configure(endpoint("a", sim.url), drain_s=60)
         router = await routers.start()
-        router.signal(signal.SIGSTOP)
+        router.send(signal.SIGSTOP)
         clients = [await connect(router.door) for _ in range(200)]
         for client in clients[1:]:
             await client.send(chat(model="m", max_tokens=1))
-        router.signal(signal.SIGTERM)
-        router.signal(signal.SIGCONT)
+        router.send(signal.SIGTERM)
+        router.send(signal.SIGCONT)
         answers = [await client.answer("POST") for client in clients[1:]]
         assert {(answer.status, text_of(answer)) for answer in answers} == {(200, b"You")}
         assert await clients[0].rest() == (b"", "closed")
@@ -90,9 +91,9 @@ async def test_a_second_signal_stops_now(tmp_path: Path, sim: sim_engine.Process
         stream = LongStream(router.door, 2000)
         nursery.start_soon(stream.run)
         await stream.begun.wait()
-        router.signal(signal.SIGINT)
+        router.send(signal.SIGINT)
         await router.logged("event=stopping")
-        router.signal(signal.SIGTERM)
+        router.send(signal.SIGTERM)
         assert await router.ended() == 0
         await router.logged("stopping now, running requests are cut")
         await until(lambda: stream.error, "the stream was cut, and does not look like a success")
@@ -151,7 +152,7 @@ async def test_ready_means_that_a_model_can_be_asked_for(tmp_path: Path, sim: si
             answer = await checks.answer()
             assert (answer.status, answer.fields["x-appliance-reason"]) == (503, "model_not_ready")
             routers.configure(lost + endpoint("b", sim.url))
-            router.signal(signal.SIGHUP)
+            router.send(signal.SIGHUP)
             await router.logged("configuration reloaded")
             await checks.send(request("GET", "/readyz"))
             assert (await checks.answer()).status == 200, "one that can is enough"
@@ -204,7 +205,7 @@ async def test_a_killed_router_hinders_nobody(tmp_path: Path, sim: sim_engine.Pr
         client = Client(await trio.open_unix_socket(router.admin))
         await client.send(request("GET", "/status"))
         assert (await client.answer()).status == 200, "the management API has its private socket now"
-        router.signal(signal.SIGKILL)
+        router.send(signal.SIGKILL)
         await router.ended()
         left = {path.name for path in router.admin.parent.iterdir()}
         assert left == {"admin.sock", f"admin-{router.pid}.sock"}
@@ -250,12 +251,12 @@ async def test_a_supervisor_hears_how_it_is(tmp_path: Path) -> None:
             assert await next_word() == "READY=1"
             for _ in range(3):
                 assert await next_word(beside="") == "WATCHDOG=1"
-            router.signal(signal.SIGHUP)
+            router.send(signal.SIGHUP)
             assert (await next_word()).startswith("RELOADING=1\nMONOTONIC_USEC=")
             assert await next_word() == "READY=1"
             (line,) = await routers.refused("--takeover")
             assert "must restart it too (systemctl restart)" in line
-            router.signal(signal.SIGTERM)
+            router.send(signal.SIGTERM)
             assert await next_word() == "STOPPING=1"
             assert await router.ended() == 0
 

@@ -19,20 +19,21 @@ from appliance.admin.handover import HandOver, Offer
 from appliance.admin.sockets import Peer
 from appliance.facts.errors import Refusal
 from tests.engines import sim_engine
+from tests.processes import until
 from tests.raw_client import Client, request
 from tests.serve_load import Load, LongStream
-from tests.serve_process import Process, endpoint, processes, until
+from tests.serve_process import Router, endpoint, processes
 
 SPEED = ("--decode-tokens-per-second", "20", "--max-num-seqs", "512")
 
 
 @pytest.fixture(scope="module")
-def sim() -> Iterator[sim_engine.Process]:
+def sim() -> Iterator[sim_engine.Router]:
     with sim_engine.running(*SPEED) as process:
         yield process
 
 
-def ready(router: Process) -> bool:
+def ready(router: Router) -> bool:
     try:
         with urlopen(f"http://127.0.0.1:{router.metrics}/readyz", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -54,7 +55,7 @@ async def under_load(port: int) -> AsyncIterator[Load]:
     assert load.fresh > 100
 
 
-async def test_a_takeover_loses_nothing(tmp_path: Path, sim: sim_engine.Process) -> None:
+async def test_a_takeover_loses_nothing(tmp_path: Path, sim: sim_engine.Router) -> None:
     """Three in a row, with a stream that is finished where it began, however short `drain_s` is."""
     async with processes(tmp_path) as routers, trio.open_nursery() as nursery:
         routers.configure(endpoint("a", sim.url, models=None), drain_s=0.1)
@@ -81,7 +82,7 @@ async def test_a_takeover_loses_nothing(tmp_path: Path, sim: sim_engine.Process)
         assert not router.admin.exists()
 
 
-async def test_a_supervisor_restarts_it_without_a_loss(tmp_path: Path, sim: sim_engine.Process) -> None:
+async def test_a_supervisor_restarts_it_without_a_loss(tmp_path: Path, sim: sim_engine.Router) -> None:
     """As a socket unit does: the sockets stay open in the parent, where connections wait meanwhile."""
     async with processes(tmp_path) as routers:
         routers.configure(endpoint("a", sim.url, models=None), listen="127.0.0.1:1", drain_s=10)
@@ -103,7 +104,7 @@ async def test_a_supervisor_restarts_it_without_a_loss(tmp_path: Path, sim: sim_
             assert await router.stop() == 0
 
 
-async def test_a_router_that_is_replaced_says_ready_until_its_end(tmp_path: Path, sim: sim_engine.Process) -> None:
+async def test_a_router_that_is_replaced_says_ready_until_its_end(tmp_path: Path, sim: sim_engine.Router) -> None:
     """A balancer that keeps a connection for its checks must not take the address out. And its last requests get the
     bound of a stop as soon as somebody asks for one."""
     async with processes(tmp_path) as routers, trio.open_nursery() as nursery:
@@ -117,7 +118,7 @@ async def test_a_router_that_is_replaced_says_ready_until_its_end(tmp_path: Path
         await checks.send(request("GET", "/readyz"))
         answer = await checks.answer()
         assert (answer.status, answer.closes) == (200, True)
-        old.signal(signal.SIGTERM)
+        old.send(signal.SIGTERM)
         assert await old.ended() == 0
         await until(lambda: stream.error, "its last stream was cut")
         assert await new.stop() == 0
@@ -147,11 +148,11 @@ async def test_a_stuck_router_is_named(tmp_path: Path) -> None:
     async with processes(tmp_path) as routers:
         routers.configure("")
         router = await routers.start()
-        router.signal(signal.SIGSTOP)
+        router.send(signal.SIGSTOP)
         (line,) = await routers.refused("--takeover")
         assert f"pid {router.pid} does not answer within 5 s" in line
         assert f"kill -KILL {router.pid}" in line and "without --takeover" in line
-        router.signal(signal.SIGCONT)
+        router.send(signal.SIGCONT)
         client = Client(await trio.open_tcp_stream("127.0.0.1", router.door))
         await client.send(request("GET", "/healthz"))
         assert (await client.answer()).json()["status"] == "ok"
@@ -159,7 +160,7 @@ async def test_a_stuck_router_is_named(tmp_path: Path) -> None:
         assert await router.ended() == 0
 
 
-async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path, sim: sim_engine.Process) -> None:
+async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path, sim: sim_engine.Router) -> None:
     """A port in use, found only after the sockets were passed; then a process killed in the middle of it."""
     async with processes(tmp_path) as routers:
         routers.configure(endpoint("a", sim.url))
@@ -177,7 +178,7 @@ async def test_a_takeover_that_fails_changes_nothing(tmp_path: Path, sim: sim_en
                 asked, _ = await trio.to_thread.run_sync(silent.accept)
                 (line,) = await routers.refused("--takeover")
                 assert "another process is taking over from this router at this moment" in line
-                taking.signal(signal.SIGKILL)
+                taking.send(signal.SIGKILL)
                 await taking.ended()
                 asked.close()
         assert routers.lock.read_text() == f"{router.pid}\n"

@@ -26,9 +26,10 @@ from appliance.facts.call import Call
 from appliance.gateway.record import KEPT_RECORDS
 from tests.engines import sim_engine
 from tests.fake_engine import fake_engine, says
+from tests.processes import until
 from tests.raw_client import Client, chat, request
 from tests.routers import router
-from tests.serve_process import Process, endpoint, processes, until
+from tests.serve_process import Router, endpoint, processes
 from tests.soak_requests import Asking, choose, cut, endless
 from tests.test_soak_streams import ALL_FREE, NONE_LEFT, gauges, summed
 
@@ -43,7 +44,7 @@ GROWTH = 0.05 if SOAK_S >= 60 else 0.10
 
 
 @pytest.fixture(scope="module")
-def sims() -> Iterator[list[sim_engine.Process]]:
+def sims() -> Iterator[list[sim_engine.Router]]:
     flags = ("--decode-tokens-per-second", "300", "--max-num-seqs", "64")
     with ExitStack() as stack:
         yield [stack.enter_context(sim_engine.running(*flags)) for _ in range(3)]
@@ -131,7 +132,7 @@ async def fill_the_books(port: int) -> None:
             nursery.start_soon(fill, KEPT_RECORDS * FILLS // 16 // AT_ONCE)
 
 
-async def ask_admin(router: Process, path: str) -> Any:
+async def ask_admin(router: Router, path: str) -> Any:
     client = Client(await trio.open_unix_socket(router.admin))
     await client.send(request("GET", path))
     answer = (await client.answer()).json()
@@ -151,11 +152,11 @@ def names(task: dict[str, Any], above: str = "") -> Counter[str]:
     return found
 
 
-def resident_bytes(router: Process) -> int:
+def resident_bytes(router: Router) -> int:
     return int(Path(f"/proc/{router.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def test_nothing_is_left_of_a_storm(tmp_path: Path, sims: list[sim_engine.Process]) -> None:
+async def test_nothing_is_left_of_a_storm(tmp_path: Path, sims: list[sim_engine.Router]) -> None:
     async with processes(tmp_path) as routers:
         tables = "".join(endpoint(f"s{number}", sim.url) for number, sim in enumerate(sims))
         routers.configure(
@@ -199,7 +200,7 @@ async def test_nothing_is_left_of_a_storm(tmp_path: Path, sims: list[sim_engine.
         assert await router.stop() == 0
 
 
-async def _same_tasks(router: Process, before: Counter[str]) -> None:
+async def _same_tasks(router: Router, before: Counter[str]) -> None:
     """The tree of tasks is the one before the storm; connections that linger get a moment."""
     give_up = time.monotonic() + 10
     while (now := names(await ask_admin(router, "/debug/tasks"))) != before:

@@ -13,7 +13,8 @@ from urllib.request import urlopen
 import pytest
 
 from tests.engines import sim_engine
-from tests.serve_process import Process, endpoint, processes, until
+from tests.processes import until
+from tests.serve_process import Router, endpoint, processes
 
 STREAMS = 1000
 WORDS, WORDS_PER_S = 48, 4
@@ -22,20 +23,20 @@ LONG = 400
 
 
 @pytest.fixture(scope="module")
-def sims() -> Iterator[list[sim_engine.Process]]:
+def sims() -> Iterator[list[sim_engine.Router]]:
     flags = ("--decode-tokens-per-second", str(WORDS_PER_S), "--max-num-seqs", "512", "--kv-blocks", "65536")
     with ExitStack() as stack:
         yield [stack.enter_context(sim_engine.running(*flags)) for _ in range(3)]
 
 
-def summed(sims: list[sim_engine.Process]) -> dict[str, float]:
+def summed(sims: list[sim_engine.Router]) -> dict[str, float]:
     """Running, waiting and KV use over all sims."""
     read = [sim.metrics() for sim in sims]
     names = {"running": "num_requests_running", "waiting": "num_requests_waiting", "kv": "kv_cache_usage_perc"}
     return {name: sum(each[f"vllm:{metric}"] for each in read) for name, metric in names.items()}
 
 
-def gauges(router: Process) -> dict[str, float]:
+def gauges(router: Router) -> dict[str, float]:
     """Every gauge of ours that counts what is under way."""
     with urlopen(f"http://127.0.0.1:{router.metrics}/metrics", timeout=10) as answer:
         read = sim_engine.read_metrics(answer.read().decode())
@@ -47,7 +48,7 @@ ALL_FREE = {"running": 0, "waiting": 0, "kv": 0}
 NONE_LEFT = {"endpoint_inflight": 0, "requests_running": 0, "queue_depth": 0}
 
 
-async def test_a_thousand_streams(tmp_path: Path, sims: list[sim_engine.Process]) -> None:
+async def test_a_thousand_streams(tmp_path: Path, sims: list[sim_engine.Router]) -> None:
     async with processes(tmp_path) as routers:
         routers.configure("".join(endpoint(f"s{number}", sim.url) for number, sim in enumerate(sims)))
         router = await routers.start()
@@ -77,7 +78,7 @@ async def test_a_thousand_streams(tmp_path: Path, sims: list[sim_engine.Process]
         assert await router.stop() == 0
 
 
-def begin(router: Process, words: int) -> subprocess.Popen[str]:
+def begin(router: Router, words: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.stream_clients", str(router.door), str(STREAMS), str(words)]
     root = Path(__file__).parent.parent
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True)
