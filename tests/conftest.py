@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -29,8 +30,10 @@ others. No deadlines: they would time the machine."""
 
 
 @pytest.fixture(autouse=True)
-def fresh_console() -> None:
-    """The console of `ctl` is made once in a process, and would keep the width that another test gave it."""
+def fresh_process() -> None:
+    """What a command sets once in a process: where its log goes, and the width of the console of `ctl`. A test would
+    get what another one has left."""
+    structlog.reset_defaults()
     screen = sys.modules.get("appliance.cli.ctl.screen")
     if screen is not None:
         screen.console.cache_clear()

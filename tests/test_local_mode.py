@@ -8,7 +8,6 @@ from random import Random
 
 import attrs
 import pytest
-import structlog
 import trio
 import trio.testing
 from structlog.testing import capture_logs
@@ -42,11 +41,6 @@ class Scene:
     async def settled(self) -> list[str]:
         await trio.testing.wait_all_tasks_blocked()
         return self.shards.taken()
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    structlog.reset_defaults()
 
 
 async def test_a_failed_replica_comes_back_after_its_wait(autojump_clock: trio.testing.MockClock) -> None:
