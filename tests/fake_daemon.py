@@ -132,6 +132,15 @@ class Daemon:
         """One round, in our form, which holds both others."""
         send(datagram.build(self.payload(universe, **more), key), port)
 
+    def announce_as(self, form: str, port: int, key: bytes = b"", universe: str = "default") -> None:
+        """One round in the form of one version: "v1" is unsigned whatever the key, "v2" and "proto" are signed."""
+        payload = self.payload(universe)
+        if form == "v1":
+            send(json.dumps(payload | {"mentat_announce": 1}).encode(), port)
+            return
+        payload |= {"mentat_announce": 2} if form == "v2" else {"proto": "0.99"}
+        send(json.dumps({"p": payload, "sig": datagram.sign(payload, key)}).encode(), port)
+
     async def tell_for_ever(self, every_s: float = 0.01) -> None:
         while True:
             await self.tell()

@@ -158,3 +158,8 @@ def test_nodes_with_two_addresses(net: dict[str, Host]) -> None:
         assert row["mcp"] == f"http://{host.address}:9000/mcp"
     daemons = router.get("/status.json")["daemons"]
     assert sorted(daemons) == sorted([*(f"{host.address}:6380" for host in nodes), "127.0.0.1:6380"])
+    nodes[0].started[0].kill()  # the engine
+    why = until("it is missed", lambda: router.get("/status.json")["groups"]["a"]["why_not"])
+    assert why.startswith(f"endpoint probe failed: http://{nodes[0].address}:8000/v1: "), why
+    assert "; http://10.77.0.1:8000/v1: " in why
+    assert models(router) == {"m2"}

@@ -16,6 +16,7 @@ import trio
 from ..facts.settings import Settings
 from ..gateway.service import Gateway
 from ..groups.groups import Groups
+from ..rules.groups.published import PREFIX
 from .announcekey import secret
 
 MOST_TOLD = 2000
@@ -42,6 +43,7 @@ class AnnouncedGroups:
         self._follow = follow
         self._scope = trio.CancelScope()
         self._told: Mapping[str, tuple[str, ...]] = {}
+        gateway.refused = self._refused
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Find groups until cancelled, or told to `end`."""
@@ -59,6 +61,12 @@ class AnnouncedGroups:
         while True:
             self._say()
             await self.groups.published.wait()
+
+    def _refused(self, endpoint: str) -> None:
+        """A request found that a group's engine is gone. The request that asks this waits for it to come back, so the
+        table has to say so at once."""
+        self.groups.refused(endpoint.removeprefix(PREFIX))
+        self._say()
 
     def _say(self) -> None:
         groups = self.groups

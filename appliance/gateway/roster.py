@@ -29,7 +29,9 @@ class Roster:
 
     `wanted` is called with a model's name in the step in which a request asks for it that nobody can take, and that is
     worth waking it for. `why_not` answers why a model without an endpoint has none, as half a sentence for clients
-    ("it is loading on node-a, since 40 s"), "" where it knows nothing. Both belong to whoever publishes.
+    ("it is loading on node-a, since 40 s"), "" where it knows nothing. `refused` is called with the id of an announced
+    endpoint that refused a request's connection, and brings the table up to date before it returns. They belong to
+    whoever publishes, or announces.
     """
 
     def __init__(self, settings: Settings, poller: Poller) -> None:
@@ -44,6 +46,7 @@ class Roster:
         self.contracts: dict[str, Contract] = {}
         """By endpoint id: what it promised to publish about its load, and whether it does."""
         self.wanted: Callable[[str], None] = _nobody_wakes
+        self.refused: Callable[[str], None] = _nobody_wakes
         self.why_not: Callable[[str], str] = self._said_last
         self.unplaced: tuple[str, ...] = ()
         """Ids of published endpoints that are not in the table because the file gives their id to another one."""
@@ -222,5 +225,5 @@ class Roster:
             upstream.drop_stale(now)
 
 
-def _nobody_wakes(model: str) -> None:
-    """Without a control plane there is nobody to tell."""
+def _nobody_wakes(name: str) -> None:
+    """Without a control plane, or without groups, there is nobody to tell."""

@@ -14,6 +14,7 @@ import attrs
 import msgspec
 
 from ..facts.call import Call
+from ..facts.choice import REFUSED
 from ..facts.errors import Refusal
 from ..facts.settings import Settings
 from ..rules.scheduling.pipeline import Policy
@@ -74,6 +75,10 @@ class Gateway(Attempts):
                 only = self._maker(entry, call)
             errand = Errand(self.gate, call, reply, record, entry, only)
             ended = await self.at_model(errand, call.arrived, None)
+            known = 0
+            while ended is not None and len(record.attempts) > known and self._waits_again(errand):
+                known = len(record.attempts)
+                ended = await self.at_model(errand, time.monotonic(), None)
             if ended is not None:
                 await self._fall_back(errand, ended)
         except Refusal as refusal:
@@ -108,6 +113,18 @@ class Gateway(Attempts):
             if await self.at_model(errand, now, record.attempts) is None:
                 return
         await self.tell_end(ended, errand, "failed" if record.attempts else "refused")
+
+    def _waits_again(self, errand: Errand) -> bool:
+        """Whether its group refused the connection, so that nothing was sent, and requests wait for groups that are
+        gone. The group counts as gone from here on, without waiting for a probe to find out."""
+        attempts, wait_s = errand.record.attempts, self.gate.missed_wait_s
+        if not attempts or attempts[-1].kind != REFUSED or not wait_s or errand.only:
+            return False
+        member = self.table.members.get(attempts[-1].endpoint)
+        if member is None or not member.endpoint.announced or time.monotonic() - errand.call.arrived >= wait_s:
+            return False
+        self.refused(member.id)
+        return bool(errand.entry.waking)
 
     def _maker(self, entry: Entry, call: Call) -> str:
         """The endpoint that made the response which this one continues, since no other knows it; "" where there is

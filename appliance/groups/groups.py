@@ -140,6 +140,16 @@ class Groups:
             if model not in served
         }
 
+    def refused(self, name: str) -> None:
+        """The address of a group refused a request's connection: as good as a failed probe, and another one is due."""
+        standing, prober = self._standings.get(name), self._probers.get(name)
+        if standing is None or prober is None or not standing.url:
+            return
+        standing.failed([(standing.url, "cannot connect: a request was refused")])
+        prober.news.set()
+        with self._pace.work():
+            self._judge(self._clock())
+
     def allows(self, address: str) -> bool:
         """Whether an address passes `allowed_sources`."""
         return self._sources.allow(address, self._networks())
