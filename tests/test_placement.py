@@ -251,6 +251,46 @@ def test_what_is_ill_or_unknown_is_not_taken(card: dict[str, Any], told: str) ->
     assert lines(rooms, profile()) == [f"a: it needs 1 GPU, and 0 of 1 are free ({told})"]
 
 
+def test_fp8_goes_to_no_gpu_that_is_known_to_be_too_old() -> None:
+    old, new = {"compute_cap": (8, 0)}, {"compute_cap": (8, 9)}
+    fp8 = profile(quantization="fp8")
+    rooms = Rooms([spot("a", (gpu("a", 0, "a100-80g", **old),)), spot("b", (gpu("b", 0, "l40s-45g", **new),))])
+    assert nodes(rooms.place(model(profile("plain", gpu_class="a100-80g")))) == ["a"]
+    rooms.set(spot("a", (gpu("a", 0, "a100-80g", **old),)))
+    assert nodes(rooms.place(model(fp8))) == ["b"]
+    assert rooms.place(model(fp8)) is None
+    assert lines(rooms, fp8) == [
+        "a: fp8 needs compute capability 8.9, the GPUs have 8.0",
+        "b: it needs 1 GPU, and 0 of 1 are free (GPU 0 has llama)",
+    ]
+    rooms = Rooms([spot("c", (gpu("c", 0, **new), gpu("c", 1, "a100-80g", **old), gpu("c", 2, "a100-80g", **old)))])
+    assert indices(rooms.place(model(fp8))) == [0], "the class is chosen by it too"
+    assert lines(rooms, fp8) == [
+        "c: it needs 1 GPU, and 0 of 3 are free"
+        " (GPU 0 has llama; GPUs 1-2: fp8 needs compute capability 8.9, the GPUs have 8.0)"
+    ]
+    assert nodes(Rooms([spot("d")]).place(model(fp8))) == ["d"], "what is unknown is not below anything"
+    assert nodes(Rooms([spot("a", (gpu("a", 0, **old),))]).place(model(profile(gpus=0, quantization="fp8")))) == ["a"]
+
+
+def test_of_a_fabric_too_no_old_node_is_taken() -> None:
+    cards = {name: tuple(gpu(name, index, compute_cap=age) for index in range(8)) for name, age in AGES.items()}
+    rooms = Rooms([spot(name, there) for name, there in cards.items()])
+    fp8 = profile(gpus=8, nodes=2, quantization="fp8")
+    assert "a" in nodes(rooms.place(model(profile(gpus=8, nodes=2)))), "what does not ask for it leaves the newest"
+    for name, there in cards.items():
+        rooms.set(spot(name, there))
+    assert nodes(rooms.place(model(fp8))) == ["b", "c"]
+    assert lines(rooms, fp8) == [
+        "fabric ib-1: it needs 2 nodes with 8 free GPUs of one class, and has none",
+        "a: fp8 needs compute capability 8.9, the GPUs have 8.0",
+        *(f"{name}: it needs 8 GPUs of one class, and 0 of 8 are free (GPUs 0-7 have llama)" for name in "bc"),
+    ]
+
+
+AGES = {"a": (8, 0), "b": (9, 0), "c": None}
+
+
 def test_of_a_partial_inventory_what_is_listed_is_true() -> None:
     rooms = Rooms([spot("a", 2, partial=True)])
     assert lines(rooms, profile(gpus=3)) == [

@@ -17,6 +17,7 @@ from appliance.rules.placement.spots import Placement, Spot
 
 BAD = (Hindrance("ecc", "3 uncorrected memory errors"),)
 CLASSES = ("h100-80g", "l40s-45g")
+AGES = {"h100-80g": (9, 0), "l40s-45g": (8, 9)}
 NAMES = tuple("abcdefg")
 
 
@@ -25,6 +26,7 @@ def gpus(draw: st.DrawFn, node: str) -> tuple[Gpu, ...]:
     kind, mixed = draw(st.sampled_from((*CLASSES, CLASSES[0]))), draw(st.sampled_from((False, False, True)))
     ill = draw(st.sampled_from(((), (), BAD)))
     domains = draw(st.sampled_from([(None,), (0,), (0, 1), (0, 0, 0, 1)]))
+    ages = draw(st.sampled_from([(AGES[kind],), (AGES[kind],), (None,), ((8, 0),), ((8, 0), None, (9, 0))]))
     return tuple(
         Gpu(
             uuid=f"{node}-{index}",
@@ -33,6 +35,7 @@ def gpus(draw: st.DrawFn, node: str) -> tuple[Gpu, ...]:
             gpu_class=draw(st.sampled_from((kind, kind, *CLASSES, ""))) if mixed else kind,
             memory_bytes=draw(st.sampled_from([80 * GIB] * 5 + [None])) if mixed else 80 * GIB,
             nvlink_domain=domains[index % len(domains)],
+            compute_cap=ages[index % len(ages)],
             hindrances=draw(st.sampled_from([(), (), ill])),
         )
         for index in draw(st.permutations(range(draw(st.sampled_from([8, 8, 4, 1, 0])))))
@@ -74,14 +77,24 @@ CLUSTERS = st.sampled_from([7, 6, 5, 4, 3, 2, 1, 0]).flatmap(
     lambda count: st.tuples(*(spots(name) for name in NAMES[:count]))
 )
 PROFILES = st.builds(
-    lambda nodes, count, kind, priority, source: Profile(
-        f"{nodes}x{count}{kind}{priority}{source}", "vllm", source, priority, nodes, count, count or 1, nodes, kind
+    lambda nodes, count, kind, priority, source, quantization: Profile(
+        f"{nodes}x{count}{kind}{priority}{source}{quantization}",
+        "vllm",
+        source,
+        priority,
+        nodes,
+        count,
+        count or 1,
+        nodes,
+        kind,
+        quantization=quantization,
     ),
     st.sampled_from([2, 2, 1, 1, 3]),
     st.sampled_from([4, 1, 2, 8, 1, 0]),
     st.sampled_from(["", "", *CLASSES]),
     st.integers(0, 3),
     st.sampled_from(["/models/x", "org/x"]),
+    st.sampled_from(["", "", "awq", "fp8"]),
 )
 MODELS = st.lists(
     st.builds(
@@ -115,7 +128,17 @@ def kinds_here(profile: Profile, spot: Spot, taken: Collection[str]) -> set[str]
     if not profile.gpus_per_node:
         return {""} if spot.cpu_replicas < spot.inventory.cpus.count else set()
     wanted = {profile.gpu_class} if profile.gpu_class else set(CLASSES)
-    return {kind for kind in wanted if count_of(profile, spot, taken, kind) >= profile.gpus_per_node}
+    return {
+        kind
+        for kind in wanted
+        if count_of(profile, spot, taken, kind) >= profile.gpus_per_node and is_young(profile, spot, taken, kind)
+    }
+
+
+def is_young(profile: Profile, spot: Spot, taken: Collection[str], kind: str) -> bool:
+    """None of those that could be had is known to be older than fp8."""
+    there = [gpu.compute_cap for gpu in spot.inventory.gpus if gpu.gpu_class == kind and may_have(gpu, taken)]
+    return profile.quantization != "fp8" or all(each is None or each >= (8, 9) for each in there)
 
 
 def network(spot: Spot, name: str) -> tuple[str, str] | None:

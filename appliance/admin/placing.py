@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..facts.catalog import Model, Profile
 from ..facts.errors import Refusal
+from ..rules.engines import capability
 from ..rules.fleet.actions import Why
 from ..rules.fleet.rooming import spot_of
 from ..rules.placement import fit
@@ -112,6 +113,8 @@ def _profile(plane: Plane, profile: Profile, place: Placement | None, against: l
 def needs(profile: Profile) -> str:
     """What a replica takes, in words."""
     each = fit.wanted_gpus(profile) if profile.gpus_per_node else "CPUs only"
+    if (need := capability.needed(profile)) is not None:
+        each += f" of compute capability {capability.said(need)} or more"
     if profile.nodes == 1:
         return f"one node, {each}"
     return f"{profile.nodes} nodes of one fabric, {each}{' each' if profile.gpus_per_node else ''}"

@@ -12,12 +12,9 @@ from collections.abc import Mapping
 from appliance.facts.catalog import LAUNCH_MODES, LAUNCHABLE, Profile
 from appliance.facts.errors import Fault
 from appliance.facts.replica import Shard
-from appliance.rules.engines import environment
+from appliance.rules.engines import capability, environment
 from appliance.rules.engines.engine import Engine, Site
 from appliance.rules.engines.flags import flag_values, owned_flags
-
-FP8_CAPABILITY = (8, 9)
-"""Ada and Hopper are the first whose tensor cores know fp8."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -118,16 +115,9 @@ def _gpus(shard: Shard, site: Site) -> list[str]:
     wanted = profile.gpu_class or shard.gpu_class
     if len(classes) == 1 and wanted and classes[0] != wanted:
         found.append(f"the GPUs are {classes[0]}, the replica is made of {wanted}")
-    if _is_fp8(profile.quantization) or _is_fp8(profile.dtype):
-        # An unknown capability is not below anything.
-        old = sorted({gpu.compute_cap for gpu in chosen if gpu.compute_cap and gpu.compute_cap < FP8_CAPABILITY})
-        if old:
-            found.append(f"fp8 needs compute capability 8.9, the GPUs have {old[0][0]}.{old[0][1]}")
+    if why := capability.why_not(chosen, capability.needed(profile)):
+        found.append(why)
     return found
-
-
-def _is_fp8(word: str) -> bool:
-    return any(part in ("fp8", "mxfp8") for part in re.split(r"[_-]", word.lower()))
 
 
 def _programs(shard: Shard, site: Site, engine: Engine) -> list[str]:

@@ -90,8 +90,7 @@ def _load(room: Room) -> float:
 
 
 def _least_free(profile: Profile, room: Room) -> int:
-    counts = [len(gpus) for kind, gpus in room.free.items() if profile.gpu_class in ("", kind)]
-    return min((count for count in counts if count >= profile.gpus_per_node), default=0)
+    return min((len(room.free[kind]) for kind in _kinds(profile, room)), default=0)
 
 
 def _across(profile: Profile, rooms: Mapping[str, Room], chosen: Placement | None, avoid: Collection[str]) -> Against:
@@ -145,7 +144,7 @@ def _kinds(profile: Profile, room: Room) -> list[str]:
     return [
         kind
         for kind, gpus in sorted(room.free.items())
-        if profile.gpu_class in ("", kind) and len(gpus) >= profile.gpus_per_node
+        if profile.gpu_class in ("", kind) and len(gpus) >= profile.gpus_per_node and fit.is_young(profile, gpus)
     ]
 
 

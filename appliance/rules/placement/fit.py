@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from appliance.facts.catalog import Profile
 from appliance.facts.hardware import GIB, Gpu, Inventory
+from appliance.rules.engines import capability
 from appliance.rules.placement.topology import together
 
 HEADROOM_BYTES = 10 * GIB
@@ -42,14 +43,24 @@ def choose(profile: Profile, free: Mapping[str, Sequence[Gpu]], gpu_class: str =
     """GPUs of one class for one node's part: none for a profile on CPUs, None where there are too few.
 
     `gpu_class` is what the replica agreed on, "" when the profile alone decides. Of several classes that would do the
-    one with the fewest free is chosen, so that the larger ones stay whole.
+    one with the fewest free is chosen, so that the larger ones stay whole. A class is as old as the oldest free GPU of
+    it here: they are of one kind, so that more than one age is a doubt and no choice.
     """
     count = profile.gpus_per_node
     if count == 0:
         return ()
     wanted = gpu_class or profile.gpu_class
-    enough = [(len(gpus), name) for name, gpus in free.items() if len(gpus) >= count and (not wanted or name == wanted)]
+    enough = [
+        (len(gpus), name)
+        for name, gpus in free.items()
+        if len(gpus) >= count and wanted in ("", name) and is_young(profile, gpus)
+    ]
     return together(free[min(enough)[1]], count) if enough else None
+
+
+def is_young(profile: Profile, gpus: Iterable[Gpu]) -> bool:
+    """Whether these GPUs know what the profile asks of them."""
+    return capability.suffices(capability.least(gpus), capability.needed(profile))
 
 
 def choose_gpus(profile: Profile, inventory: Inventory, taken: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -101,8 +112,11 @@ def why_no_gpus(profile: Profile, inventory: Inventory, taken: Mapping[str, str]
     if not fitting:
         here = ", ".join(sorted({gpu.gpu_class or "of unknown class" for gpu in inventory.gpus}))
         return f"it needs {wanted}, and the GPUs here are {here}{unseen}"
-    free = max(map(len, free_gpus(fitting, taken).values()), default=0)
-    details = [*_held(fitting, taken), *_ill(fitting, taken)]
+    need = capability.needed(profile)
+    if all(capability.why_not([gpu], need) for gpu in fitting):
+        return f"{capability.why_not(fitting, need)}{unseen}"
+    free = max((len(gpus) for gpus in free_gpus(fitting, taken).values() if is_young(profile, gpus)), default=0)
+    details = [*_held(fitting, taken), *_ill(fitting, taken), *_old(fitting, taken, need)]
     told = f" ({'; '.join(details)})" if details else ""
     return f"it needs {wanted}, and {free} of {len(fitting)} are free{unseen}{told}"
 
@@ -131,6 +145,14 @@ def _ranges(numbers: Iterable[int]) -> str:
 def _ill(gpus: Iterable[Gpu], taken: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with those that nobody has."""
     return (text for gpu in gpus if gpu.uuid not in taken and (text := why_not_free(gpu, taken)))
+
+
+def _old(gpus: Iterable[Gpu], taken: Mapping[str, str], need: capability.Capability | None) -> Iterator[str]:
+    """Which could be had, and are too old."""
+    old = [gpu for gpu in gpus if is_free(gpu, taken) and capability.why_not([gpu], need)]
+    if old:
+        word = "GPUs" if len(old) > 1 else "GPU"
+        yield f"{word} {_ranges(gpu.index for gpu in old)}: {capability.why_not(old, need)}"
 
 
 def why_not_free(gpu: Gpu, taken: Mapping[str, str]) -> str:

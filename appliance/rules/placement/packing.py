@@ -18,11 +18,18 @@ from collections.abc import Collection, Iterator
 import attrs
 
 from appliance.facts.catalog import Profile
+from appliance.rules.engines import capability
+from appliance.rules.engines.capability import Capability
+from appliance.rules.placement import fit
 
-Row = tuple[bool, float, bool]
+Row = tuple[bool, float, bool, Capability | None]
 """What the nodes of a row have in common: whether some GPU of theirs is taken; how much room they have (free GPUs of
 the class; on CPUs minus the replicas per CPU that there would be with one more); whether the disk is too full to fetch
-anything to it."""
+anything to it; how old their free GPUs of the class are."""
+
+Asked = tuple[int, float, bool, Capability | None]
+"""What a replica asks of a shelf: number of nodes, room on each, whether something must be fetched, and how old its
+GPUs may be."""
 
 Offer = tuple[int, int, float, int, list[str]]
 """The best nodes of a shelf for one replica, in the order of ranks, with what they are judged by; less is better: how
@@ -37,8 +44,8 @@ class Shelf:
     """The nodes that may be combined, by what room they have."""
 
     rows: dict[Row, list[str]] = attrs.field(factory=dict)
-    offers: dict[tuple[int, float, bool], Offer | None] = attrs.field(factory=dict)
-    """What was found here since the last change, by number of nodes, room, and whether something must be fetched."""
+    offers: dict[Asked, Offer | None] = attrs.field(factory=dict)
+    """What was found here since the last change."""
 
     def add(self, row: Row, name: str) -> None:
         self.offers.clear()
@@ -51,13 +58,18 @@ class Shelf:
         if not names:
             del self.rows[row]
 
-    def fitting(self, least: float, *, fetches: bool) -> list[Row]:
-        """The rows with at least `least` room, and with room on the disk if it must be."""
-        return [row for row in self.rows if row[1] >= least and not (fetches and row[2])]
+    def fitting(self, asked: Asked) -> list[Row]:
+        """The rows whose nodes can each take a part."""
+        _, least, fetches, need = asked
+        return [
+            row
+            for row in self.rows
+            if row[1] >= least and not (fetches and row[2]) and capability.suffices(row[3], need)
+        ]
 
     def emptiest(self, rows: list[Row]) -> Iterator[str]:
         """Names of the nodes in `rows`, unused ones with the most room first."""
-        for row in sorted(rows, key=lambda row: (row[0], -row[1], row[2])):
+        for row in sorted(rows, key=lambda row: (row[0], -row[1], row[2], row[3] or ())):
             yield from self.rows[row]
 
 
@@ -85,22 +97,19 @@ class Shelves:
         return shelf
 
 
-def least_of(profile: Profile) -> float:
-    """The room each node must have for its part."""
-    return profile.gpus_per_node or ANY
+def asked_by(profile: Profile) -> Asked:
+    """What a replica of this profile asks of each node."""
+    return profile.nodes, profile.gpus_per_node or ANY, fit.is_fetched(profile), capability.needed(profile)
 
 
-def fullest(shelves: Shelves, profile: Profile, *, fetches: bool) -> Iterator[tuple[str, str]]:
+def fullest(shelves: Shelves, profile: Profile) -> Iterator[tuple[str, str]]:
     """Nodes with room for a replica on one node, and the class it would take there, the best first."""
-    rows = [
-        (row, kind, shelf)
-        for kind, shelf in shelves.of(profile)
-        for row in shelf.fitting(least_of(profile), fetches=fetches)
-    ]
+    asked = asked_by(profile)
+    rows = [(row, kind, shelf) for kind, shelf in shelves.of(profile) for row in shelf.fitting(asked)]
     if profile.gpus_per_node == 0:
         rows.sort(key=lambda each: (-each[0][1], each[0][2]))
     else:
-        rows.sort(key=lambda each: (not each[0][0], each[0][1], each[0][2], each[1]))
+        rows.sort(key=lambda each: (not each[0][0], each[0][1], each[0][2], each[1], each[0][3] or ()))
     for row, kind, shelf in rows:
         for name in shelf.rows[row]:
             yield name, kind

@@ -16,9 +16,10 @@ import attrs
 
 from appliance.facts.catalog import Model, Profile
 from appliance.facts.hardware import Gpu
+from appliance.rules.engines import capability
 from appliance.rules.placement import fit
 from appliance.rules.placement.explain import rejections
-from appliance.rules.placement.packing import Offer, Row, Shelf, Shelves, fullest, least_of, willing
+from appliance.rules.placement.packing import Offer, Row, Shelf, Shelves, asked_by, fullest, willing
 from appliance.rules.placement.spots import Placement, Rejection, Seat, Spot
 from appliance.rules.placement.topology import Network, networks_of
 
@@ -103,7 +104,7 @@ class Rooms:
 
     def _on_one(self, profile: Profile, avoid: Collection[str]) -> Placement | None:
         last: tuple[str, str] | None = None
-        for name, kind in fullest(self._everywhere, profile, fetches=fit.is_fetched(profile)):
+        for name, kind in fullest(self._everywhere, profile):
             if name not in avoid:
                 return self._placement(profile, [name], kind)
             last = last or (name, kind)
@@ -126,10 +127,10 @@ class Rooms:
     def _offer(self, profile: Profile, network: Network, shelf: Shelf, avoid: Collection[str]) -> Offer | None:
         """What one fabric has of one class. Remembered while nothing moves there: fabrics are many, and a replica
         moves nodes of one."""
-        asked = (profile.nodes, least_of(profile), fit.is_fetched(profile))
+        asked = asked_by(profile)
         if not avoid and asked in shelf.offers:
             return shelf.offers[asked]
-        rows = shelf.fitting(asked[1], fetches=asked[2])
+        rows = shelf.fitting(asked)
         there = sum(len(shelf.rows[row]) for row in rows)
         offer: Offer | None = None
         if there >= profile.nodes:
@@ -166,9 +167,9 @@ class Rooms:
         count = max(1, room.spot.inventory.cpus.count)
         for shelves in (self._everywhere, *map(self._on, room.networks)):
             if room.cpu_replicas < count:
-                room.places.append((shelves.cpus, (False, -(room.cpu_replicas + 1) / count, cramped)))
+                room.places.append((shelves.cpus, (False, -(room.cpu_replicas + 1) / count, cramped, None)))
             for kind, gpus in room.free.items():
-                room.places.append((shelves.on(kind), (used, len(gpus), cramped)))
+                room.places.append((shelves.on(kind), (used, len(gpus), cramped, capability.least(gpus))))
         for shelf, row in room.places:
             shelf.add(row, room.spot.name)
 
