@@ -1,6 +1,7 @@
 """What is written down about a shard before anybody hears of it, so that the next agent can find what this one left.
 
     STATE/shards/word            a random word: the first part of every marker of this state directory
+    STATE/shards/home            which machine it belongs to (`home.py`)
     STATE/shards/lock            held (flock) by the agent that owns the directory; its pid stands in it
     STATE/shards/NAME/record.json
     STATE/logs/NAME.log          and .log.1, what was cut off it, and .log.before, the last of the start before
@@ -33,6 +34,7 @@ import attrs
 import msgspec
 
 from appliance.agent import procfs
+from appliance.agent.home import settle
 from appliance.agent.ownership import own
 from appliance.agent.wording import to_json
 from appliance.facts.launch import HttpReady, StopStep
@@ -152,11 +154,11 @@ def describes(process: Process, record: Record, boot: str) -> bool:
 
 
 class Store:
-    """The records of one state directory. `open` before everything else; it raises `ownership.StateInUse`, and
-    OSError."""
+    """The records of one state directory. `open` before everything else; it raises `ownership.StateInUse`,
+    `home.NotOurs`, and OSError."""
 
     def __init__(self, state_dir: str) -> None:
-        self._shards = Path(state_dir, "shards")
+        self.shards = Path(state_dir, "shards")
         self._logs = Path(state_dir, "logs")
         self._lock = -1
         self.word = ""
@@ -164,13 +166,14 @@ class Store:
 
     def open(self, check: Callable[[], None] = lambda: None) -> None:
         """Make the folders, own them, and learn the word. Blocks on the disk; `check` as of `ownership.own`."""
-        for folder in (self._shards, self._logs):
+        for folder in (self.shards, self._logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_private(folder)
-        self._lock = own(self._shards / "lock", check)
+        self._lock = own(self.shards / "lock", check)
         try:
             self.boot = procfs.boot_id()
-            self._learn_word(self._shards / "word")
+            settle(self.shards)
+            self._learn_word(self.shards / "word")
         except BaseException:
             self.close()
             raise
@@ -194,7 +197,7 @@ class Store:
 
     def folder(self, shard_id: str) -> str:
         """The shard's own folder."""
-        return str(self._shards / _name(shard_id))
+        return str(self.shards / _name(shard_id))
 
     def log(self, shard_id: str) -> str:
         return str(self._logs / f"{_name(shard_id)}.log")
@@ -220,7 +223,7 @@ class Store:
     def read_all(self) -> tuple[list[Record], list[str]]:
         """Every readable record, and a sentence for each that is not. Those that ended long ago are dropped."""
         found, troubles = [], []
-        for path in sorted(self._shards.glob("*/record.json")):
+        for path in sorted(self.shards.glob("*/record.json")):
             try:
                 record = msgspec.json.decode(path.read_bytes(), type=Record)
                 if record.version != VERSION:

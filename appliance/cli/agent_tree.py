@@ -32,6 +32,7 @@ from ..agent.discovery.gpus import GpuProbe
 from ..agent.discovery.inventory import Place
 from ..agent.discovery.writing import BadInventory
 from ..agent.events import Board
+from ..agent.home import NotOurs
 from ..agent.local import Local
 from ..agent.machine import Machine
 from ..agent.ownership import StateInUse
@@ -144,6 +145,8 @@ class AgentTree:
                 if trio.current_time() >= until:
                     raise StartFailed(f"{used}: stop that one, or set STATE_DIRECTORY to another folder") from None
                 await trio.sleep(AGAIN_S)
+            except NotOurs as copied:
+                raise StartFailed(str(copied)) from None
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     raise StartFailed(
@@ -158,6 +161,8 @@ class AgentTree:
         adopted = [report.shard.id for report in found if not report.ended]
         if adopted:
             log.info("adopted", shards=",".join(adopted))
+        if lost := self.shards.sorted.lost:
+            log.warning("records of engines were removed while they ran, they are ended", shards=",".join(lost))
         if killed := self.shards.sorted.killed:
             log.warning("killed what an earlier agent left and nobody can describe", pids=",".join(map(str, killed)))
         for trouble in self.shards.sorted.troubles:

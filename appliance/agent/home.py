@@ -1,0 +1,129 @@
+"""Where a state directory belongs: to which machine, and to which place on it.
+
+Whoever clones a machine, or copies the directory, copies who it is along: the agent on the copy would call itself by
+the same name, and, on one machine, take over or kill engines that are the other's. So the directory says where it was
+made, and an agent that finds itself elsewhere refuses.
+
+    STATE/shards/home       JSON: boot, board and machine of the host; path, device and inode of STATE/shards
+
+A copy on another machine is known by the host. One boot is one machine, whatever else has changed (a container that
+was made anew has another `machine-id`). Otherwise the board's number decides, which hypervisors give anew to each
+clone, and only where it is not known (it is root's alone to read) the `machine-id`, which is cloned along as often as
+not. Where nothing is known on one of the sides, nothing is refused.
+
+A copy on the same machine is known by the inode, which moves with a directory and not into a copy of it; but it is
+refused only while the directory that it was copied from is still there, since a restored backup or a move to another
+disk looks the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+import attrs
+import msgspec
+
+from appliance.agent import procfs
+
+BOARD = Path("/sys/class/dmi/id/product_uuid")
+MACHINE = Path("/etc/machine-id")
+
+_MACHINE = re.compile(r"[0-9a-f]{32}")
+_BOARD = re.compile(r"[0-9a-f-]{36}")
+_NO_BOARDS = ("03000200-0400-0500-0006-000700080009", "00020003-0004-0005-0006-000700080009")
+"""What makers of boards have left in, for thousands of them."""
+
+
+class NotOurs(Exception):
+    """The state directory is a copy of one that belongs elsewhere; the text is one line with what to do."""
+
+
+@attrs.frozen
+class Host:
+    """What tells one machine from another; "" for what is not known."""
+
+    boot: str
+    board: str = ""
+    machine: str = ""
+
+    def differs(self, other: Host) -> bool:
+        """Whether they are surely not the same."""
+        if self.boot == other.boot:
+            return False
+        if self.board and other.board:
+            return self.board != other.board
+        return bool(self.machine and other.machine) and self.machine != other.machine
+
+
+@attrs.frozen
+class Home:
+    host: Host
+    path: str
+    device: int
+    inode: int
+
+
+def this_host() -> Host:
+    """Raises OSError where not even the boot can be told."""
+    board, machine = _text(BOARD), _text(MACHINE)
+    # Nulls, effs and other single digits are no numbers.
+    known = _BOARD.fullmatch(board) and board not in _NO_BOARDS and len(set(board)) > 3
+    return Host(procfs.boot_id(), board if known else "", machine if _MACHINE.fullmatch(machine) else "")
+
+
+def settle(shards: Path) -> None:
+    """See that the directory is where it belongs, and write down where that is. Raises NotOurs, and OSError where it
+    cannot be looked at; a disk that takes nothing costs the note alone. Only for whoever owns the directory."""
+    note = shards / "home"
+    before = _read(note)
+    host, stat = this_host(), shards.stat()
+    now = Home(host, os.path.realpath(shards), stat.st_dev, stat.st_ino)
+    if before is not None:
+        _judge(before, now, shards.parent)
+        # What this user cannot read, another one could.
+        known = Host(host.boot, host.board or before.host.board, host.machine or before.host.machine)
+        now = attrs.evolve(now, host=known)
+    if now != before:
+        with contextlib.suppress(OSError):
+            beside = note.with_name(".home.new")
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(now))
+            beside.replace(note)
+
+
+def _judge(before: Home, now: Home, state: Path) -> None:
+    alone = f"to make it an agent of its own, remove {state}/shards and {state}/pki/node.*, and join anew"
+    if before.host.differs(now.host):
+        raise NotOurs(
+            f"the state directory {state} was made on another machine and copied here, with that one's name and"
+            f" records: {alone}; if this machine takes the other one's place for good, remove {state}/shards/home"
+        )
+    if (before.device, before.inode) == (now.device, now.inode):
+        return
+    with contextlib.suppress(OSError):
+        there = os.stat(before.path)
+        if (there.st_dev, there.st_ino) == (before.device, before.inode):
+            raise NotOurs(
+                f"the state directory {state} is a copy of {Path(before.path).parent}, which is still there and whose"
+                f" engines are not this one's: {alone}; if the copy is to go on in its place, remove that one"
+            )
+
+
+def _read(note: Path) -> Home | None:
+    """What was written down; None where nothing usable was. Raises OSError where it cannot be read."""
+    try:
+        return msgspec.json.decode(note.read_bytes(), type=Home)
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text().strip().lower()
+    return ""
