@@ -3,12 +3,14 @@ each place."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..facts.catalog import Model, Profile
 from ..facts.errors import Refusal
 from ..rules.engines import capability
 from ..rules.fleet.actions import Why
+from ..rules.fleet.moving import to_drain
 from ..rules.fleet.rooming import spot_of
 from ..rules.placement import fit
 from ..rules.placement.rooms import Rooms, by_priority
@@ -99,15 +101,27 @@ def _told(why: Why) -> list[str]:
 
 
 def _profile(plane: Plane, profile: Profile, place: Placement | None, against: list[Document]) -> Document:
+    drain = to_drain(plane.world, plane.fleet.models, profile) if place is None else ()
     return {
         "name": profile.name,
         "priority": profile.priority,
         "engine": profile.engine,
         "needs": needs(profile),
         "place": None if place is None else _place(place),
-        "told": "it fits nowhere now" if place is None else f"one more would go to {_where(plane, place)}",
+        "drain": list(drain),
+        "told": f"one more would go to {_where(plane, place)}" if place else _nowhere(drain),
         "rejections": against,
     }
+
+
+def _nowhere(drain: Sequence[str]) -> str:
+    if not drain:
+        return "it fits nowhere now"
+    where, commands = " and ".join(drain), " and ".join(f"'ctl drain {name}'" for name in drain)
+    return (
+        f"it fits nowhere now; it would on {where} if what runs there were elsewhere, and there is room for that:"
+        f" {commands}, and 'ctl uncordon' once that is done"
+    )
 
 
 def needs(profile: Profile) -> str:
