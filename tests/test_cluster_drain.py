@@ -75,3 +75,28 @@ async def test_a_changed_profile_is_rolled(tmp_path: Path) -> None:
             load.end()
         assert not load.harmed, load.harmed
         assert len(made.nodes["a"].engines()) == len(after) == 2
+
+
+async def test_a_change_that_no_engine_notices_leaves_every_process(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        made.configure(sim_model(replicas=2, profile=SPEED))
+        await made.begin()
+        await made.add("a", inventory("a", 3))
+        ids = {each["id"] for each in await made.ready("m", 2)}
+        before = made.engines()
+        load = Streams(made.door_port)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load.run)
+            await load.more(40)
+            new = SPEED + "\npriority = 7\ngpu_class = 'h100-80g'"
+            text = sim_model(replicas=2, profile=new, scaling="max_replicas = 3").replace("name = 'p'", "name = 'new'")
+            await made.reload(text.replace("[[models.profiles]]", "aliases = ['chat']\n[[models.profiles]]"))
+            await load.more(80)
+            replicas = await made.ready("m", 2)
+            assert {each["id"] for each in replicas} == ids
+            assert {each["profile"] for each in replicas} == {"new"}, "what is told is what is written now"
+            explained = await made.ctl("explain", "placement", "chat")
+            assert explained["profiles"][0]["priority"] == 7
+            load.end()
+        assert not load.harmed, load.harmed
+        assert made.engines() == before, "the same processes"

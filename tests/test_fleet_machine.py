@@ -130,6 +130,14 @@ class Fleets(RuleBasedStateMachine):
         models[which] = attrs.evolve(old, profiles=(attrs.evolve(old.profiles[0], args=args),))
         self.scene.configure(*models)
 
+    @rule(which=st.integers(0, 2), priority=st.integers(0, 9))
+    def changes_what_no_engine_notices(self, which: int, priority: int) -> None:
+        models = list(self.scene.models)
+        old = models[which]
+        profile = attrs.evolve(old.profiles[0], priority=priority, name=f"p{priority}")
+        models[which] = attrs.evolve(old, profiles=(profile,), aliases=(f"alias{priority}",))
+        self.scene.configure(*models)
+
     @rule(waiting=st.integers(0, 3), running=st.integers(0, 9))
     def is_asked(self, waiting: int, running: int) -> None:
         for each in CATALOG:

@@ -149,7 +149,7 @@ def test_a_rollout_in_progress_is_said() -> None:
     scene = Scene([inventory("a")], [model(least=2)])
     scene.connect()
     scene.run(40)
-    scene.configure(attrs.evolve(model(least=2), profiles=(Profile("next", "sim"),)))
+    scene.configure(attrs.evolve(model(least=2), profiles=(Profile("next", "sim", args=("--next",)),)))
     scene.tick()
     assert scene.fleet.explain("llama", scene.now).missing == "a changed profile is rolled out one replica at a time"
 

@@ -20,6 +20,7 @@ from appliance.facts.replica import Shard
 from appliance.facts.report import Report
 from appliance.rules.fleet.backoff import STEADY_S, Backoff, failed
 from appliance.rules.fleet.room import NoRoom, choose_gpus, holders
+from appliance.rules.fleet.written import why_not_written
 
 
 @attrs.frozen
@@ -134,10 +135,8 @@ class Alone:
         model = places.get(shard.replica)
         if model is None or shard.rank or shard.profile.nodes > 1:
             return "it is no longer in the configuration"
-        if shard.profile not in model.profiles:
-            return f"its profile {shard.profile.name} has been changed or taken out"
-        if shard.context_tokens != model.context_tokens:
-            return "context_tokens of the model has been changed"
+        if why := why_not_written(model, (shard,)):
+            return why
         if self.address and shard.address != self.address:
             return f"it listens on {shard.address}, and agent.address is {self.address}"
         return ""

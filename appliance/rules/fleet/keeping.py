@@ -10,6 +10,7 @@ from appliance.facts.catalog import Model
 from appliance.rules.fleet.members import Placed
 from appliance.rules.fleet.reports import serves
 from appliance.rules.fleet.world import World
+from appliance.rules.fleet.written import as_written, why_not_written
 
 SURGE = 1
 """How many replicas more than wanted there may be while a changed profile is rolled out."""
@@ -78,15 +79,15 @@ def teams(world: World, models: dict[str, Model], grace_s: float) -> dict[str, T
 
 
 def why_changed(model: Model | None, placed: Placed) -> str:
-    """Why it would not be started like this any more, "" if it would."""
+    """Why it would not be started like this any more, "" if it would: then its profile is the one written down now."""
     if model is None:
         return "it is no longer in the configuration"
     if placed.checked is model:
         return ""
-    if all(placed.profile != profile for profile in model.profiles):
-        return f"its profile {placed.profile.name} has been changed or taken out"
-    if any(shard.context_tokens != model.context_tokens for shard in placed.shards.values()):
-        return "context_tokens of the model has been changed"
+    profile = as_written(model, placed.shards.values())
+    if profile is None:
+        return why_not_written(model, placed.shards.values())
+    placed.profile = profile
     # An adopted one may get further shards, which were not looked at.
     placed.checked = model if placed.complete else None
     return ""

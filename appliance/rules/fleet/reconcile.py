@@ -26,7 +26,7 @@ from appliance.rules.fleet.clashes import Clashes
 from appliance.rules.fleet.commands import commands
 from appliance.rules.fleet.expiry import expire
 from appliance.rules.fleet.history import History
-from appliance.rules.fleet.keeping import Leave, Team, leaves, may_make_way, places, teams
+from appliance.rules.fleet.keeping import Leave, Team, leaves, may_make_way, places, teams, why_changed
 from appliance.rules.fleet.members import Placed
 from appliance.rules.fleet.reports import Trouble, drains, endpoint, is_cut, trouble
 from appliance.rules.fleet.rooming import Plan, shards_on, spot_of
@@ -244,7 +244,7 @@ class Fleet:
         # Each is news once, so that this comes to an end where strangers have all of them.
         strangers = [self.world.refuse_port(each.node, each.refused_port, now) for each in ports]
         # What broke a profile that is going anyway says nothing of the new one.
-        if placed.profile in model.profiles:
+        if not why_changed(model, placed):
             if any(strangers):
                 backoff = self.history.wait_briefly(name, found.reason, now)
             else:
