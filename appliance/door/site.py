@@ -18,7 +18,7 @@ from ..facts.mcp import MAX_BODY_BYTES
 from ..gateway.identity import BAND_FIELD, band_of, caller_of
 from ..gateway.service import Gateway
 from ..rules.groups.published import PREFIX as GROUP
-from ..wire import multipart
+from ..wire import multipart, via
 from ..wire.head import RequestHead
 from . import body as bodies
 from .aside import Aside, aside
@@ -113,8 +113,7 @@ class Door:
             case Kind.STORED:
                 await self._stored(plan, head, body, reply)
             case Kind.MODELS:
-                document = {"object": "list", "data": model_entries(self.gateway)}
-                await reply.whole(200, msgspec.json.encode(document))
+                await self._models(head, reply)
             case Kind.MODEL:
                 await reply.whole(200, msgspec.json.encode(self._model(plan.id)))
             case Kind.HEALTH | Kind.STATUS:
@@ -172,6 +171,8 @@ class Door:
             caller_of(headers, ask, reply.peer, self.gateway.admission),
             time.monotonic(),
         )
+        if via.FIELD in headers:
+            call.marks = via.marks_in(head.fields)
         return self.gateway.serve(call, reply)
 
     @asynccontextmanager
@@ -219,6 +220,15 @@ class Door:
         method = head.method.decode()
         fields = [(name.decode("latin-1"), text.decode("latin-1")) for name, text in head.fields]
         await aside(reply, lambda out: tools(method, fields, body, out))
+
+    async def _models(self, head: RequestHead, reply: HttpReply) -> None:
+        """Another router that asks gets what this one does not have from routers, and is told that it has asked one."""
+        marks = via.marks_in(head.fields) if via.FIELD in head.by_name else ()
+        if via.goes_round(marks):
+            raise Refusal(508, "loop_detected", "this router itself asks that", should_retry=False)
+        document = {"object": "list", "data": model_entries(self.gateway, to_router=bool(marks))}
+        fields = [(via.FIELD, via.value().encode())] if marks else []
+        await reply.whole(200, msgspec.json.encode(document), fields=fields)
 
     def _has_groups(self) -> bool:
         return any(member.endpoint.announced for member in self.gateway.table.members.values())
@@ -273,12 +283,15 @@ class Door:
             )
 
 
-def model_entries(gateway: Gateway) -> list[dict[str, Any]]:
-    """The list of models: the engine's own entry where it gave one, under every name that clients may ask for."""
+def model_entries(gateway: Gateway, *, to_router: bool = False) -> list[dict[str, Any]]:
+    """The list of models: the engine's own entry where it gave one, under every name that clients may ask for. To
+    another router without those that only routers serve."""
     entries = []
     for name in gateway.table.available():
         entry = gateway.table.find(name)
         assert entry is not None
+        if to_router and entry.members and all(member.endpoint.router for member in entry.members):
+            continue
         shown: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "appliance"}
         for listed in gateway.entries_of(entry):
             shown = {**shown, **listed, "id": name, "owned_by": listed.get("owned_by") or "appliance"}

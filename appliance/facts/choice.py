@@ -84,7 +84,7 @@ DROPPED = {
     "draining": "it is draining",
     "breaker": "its breaker is open after failures",
     "fresh": "its metrics went silent while others report",
-    "tried": "this request was tried there already",
+    "tried": "this request was tried there already, or a router sent it, and it is another",
     "pinned": "the request belongs to another endpoint",
     "pool": "it is in another pool",
     "full": "it holds as many requests as it may for now, and the place was given at another",

@@ -18,7 +18,8 @@ class Endpoint:
     used, so that a rotated key needs no restart; "" means the endpoint takes none. `api_key` is the key itself, for a
     replica whose key came over the control link; it is never written anywhere. `announced` tells that a group on the
     network named itself: names of the file are not given to it unless they allow that. `retries` False: a request is
-    sent to it once, whatever becomes of it. `total_s` 0: the deadline of all others holds.
+    sent to it once, whatever becomes of it. `total_s` 0: the deadline of all others holds. `router`: it is another
+    router of this kind, which is asked nothing on behalf of a third one.
     """
 
     id: str
@@ -36,6 +37,7 @@ class Endpoint:
     announced: bool = False
     retries: bool = True
     total_s: float = 0.0
+    router: bool = False
 
     @property
     def url(self) -> str:

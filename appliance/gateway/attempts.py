@@ -78,7 +78,7 @@ class Attempts(Roster):
                 if ticket.refusal is not None:
                     return self._not_let_in(entry, ticket)
             attempts: tuple[Attempt, ...] = ()
-            tried: tuple[str, ...] = ()
+            tried = errand.barred
             member: Member | None = None
             while True:
                 fresh = member is not None

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 class Errand:
     """Made by the service, one for each call, and gone with it; what is to be remembered stands in `record`.
 
-    `only` names the endpoint that must serve it, "" for any. The rest changes on the way: `entry` is the model that is
-    being asked, `ticket` its place there (None where it needs none), `lease` what it holds at the endpoint it was sent
-    to last. It must not hold an exchange, which holds it: the cycle would keep every request's body until the collector
-    runs, and made the collector run for a tenth of the road's time.
+    `only` names the endpoint that must serve it, "" for any; `barred` are those that must not. The rest changes on the
+    way: `entry` is the model that is being asked, `ticket` its place there (None where it needs none), `lease` what it
+    holds at the endpoint it was sent to last. It must not hold an exchange, which holds it: the cycle would keep every
+    request's body until the collector runs, and made the collector run for a tenth of the road's time.
     """
 
-    __slots__ = ("call", "entry", "gate", "lease", "only", "record", "reply", "ticket")
+    __slots__ = ("barred", "call", "entry", "gate", "lease", "only", "record", "reply", "ticket")
 
     def __init__(self, gate: Gate, call: Call, reply: Reply, record: Record, entry: Entry, only: str) -> None:
         self.gate = gate
@@ -33,6 +33,7 @@ class Errand:
         self.record = record
         self.entry = entry
         self.only = only
+        self.barred: tuple[str, ...] = ()
         self.ticket: Ticket | None = None
         self.lease: Lease | None = None
 

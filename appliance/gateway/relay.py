@@ -12,7 +12,7 @@ import time
 
 from ..facts.errors import Refusal
 from ..nursery.sleeper import Cut, DeadlinePassed, breathe
-from ..wire import sse
+from ..wire import sse, via
 from ..wire.head import HEAD_END, MAX_HEAD_BYTES, ResponseHead
 from ..wire.line import Line
 from .answer import BodyReader, is_json, is_stream, kept, told_length
@@ -250,6 +250,8 @@ class Exchange:
             lines += self.trace
         elif b"traceparent" in headers or b"tracestate" in headers:
             lines += _lines(_TRACE_CONTEXT, headers)
+        if call.marks or self._upstream.endpoint.announced:
+            lines += b"via: %b\r\n" % via.value(call.marks).encode()
         length = len(body) if body or call.method == b"POST" else -1
         return self._upstream.request_head(call.method, call.target, lines, length, now) + body
 

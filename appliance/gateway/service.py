@@ -20,6 +20,7 @@ from ..facts.settings import Settings
 from ..rules.scheduling.pipeline import Policy
 from ..rules.scheduling.table import Change, Entry
 from ..wire.line import Poller
+from ..wire.via import goes_round
 from .attempts import Attempts, Ended
 from .errand import Errand
 from .errors import error_event
@@ -74,6 +75,8 @@ class Gateway(Attempts):
             if not only and call.route.name == "responses":
                 only = self._maker(entry, call)
             errand = Errand(self.gate, call, reply, record, entry, only)
+            if call.marks:
+                self._ask_no_routers(errand)
             ended = await self.at_model(errand, call.arrived, None)
             known = 0
             while ended is not None and len(record.attempts) > known and self._waits_again(errand):
@@ -125,6 +128,17 @@ class Gateway(Attempts):
             return False
         self.refused(member.id)
         return bool(errand.entry.waking)
+
+    def _ask_no_routers(self, errand: Errand) -> None:
+        """Another router asks: what only further routers have is not passed on to it. Raises Refusal."""
+        entry, marks = errand.entry, errand.call.marks
+        if goes_round(marks):
+            why = "this request has come here before: routers that are each other's groups sent it round"
+            raise Refusal(508, "loop_detected", why, should_retry=False)
+        errand.barred = tuple([member.id for member in self.table.members.values() if member.endpoint.router])
+        if entry.members and all(member.endpoint.router for member in entry.members):
+            why = f"the model '{entry.name}' is served by other routers alone, which are not asked for a third one"
+            raise Refusal(508, "loop_detected", why, should_retry=False)
 
     def _maker(self, entry: Entry, call: Call) -> str:
         """The endpoint that made the response which this one continues, since no other knows it; "" where there is

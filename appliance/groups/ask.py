@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
+import attrs
 import trio
 
 from ..rules.groups.sources import is_one_of
+from ..wire import via
 from ..wire.framing import BadFraming, Chunked
 from ..wire.head import BadHead, ResponseHead, end_of_head, read_response
 
@@ -41,29 +43,38 @@ Listening = Sequence[tuple[str, int]]
 its models would never go away, and their requests go round in a circle."""
 
 
-async def ask(url: str, within_s: float, listening: Listening = ()) -> bytes:
-    """The body at an http or https URL, which must not be one of `listening`. Raises AskFailed within `within_s`
-    seconds."""
+@attrs.frozen
+class Answer:
+    """`router` tells that another router of this kind has answered."""
+
+    body: bytes
+    router: bool = False
+
+
+async def ask(url: str, within_s: float, listening: Listening = (), *, as_router: bool = False) -> Answer:
+    """What an http or https URL holds, which must not be one of `listening`. `as_router`: for what we serve in turn, so
+    that another router tells us only of what it does not have from us. Raises AskFailed within `within_s` seconds."""
+    fields = f"Via: {via.value()}\r\n" if as_router else ""
     try:
         with trio.fail_after(within_s):
-            return await _again(url, listening)
+            return await _again(url, listening, fields)
     except trio.TooSlowError:
         raise AskFailed(f"timeout after {within_s:.1f}s") from None
 
 
-async def _again(url: str, listening: Listening) -> bytes:
+async def _again(url: str, listening: Listening, fields: str) -> Answer:
     try:
-        return await _get(url, listening)
+        return await _get(url, listening, fields)
     except _Broke as first:
         try:
-            return await _get(url, listening)
+            return await _get(url, listening, fields)
         except _Broke as second:
             raise AskFailed(f"{second} (and before that: {first})") from None
         except AskFailed as second:
             raise AskFailed(f"{second} (and before that: {first})") from None
 
 
-async def _get(url: str, listening: Listening) -> bytes:
+async def _get(url: str, listening: Listening, fields: str) -> Answer:
     parts = urlsplit(url)
     tls = parts.scheme == "https"
     host, port = parts.hostname or "", parts.port or (443 if tls else 80)
@@ -82,7 +93,7 @@ async def _get(url: str, listening: Listening) -> bytes:
         shown = f"[{host}]" if ":" in host else host
         request = (
             f"GET {target} HTTP/1.1\r\nHost: {shown}:{port}\r\nAccept: application/json\r\n"
-            "User-Agent: appliance\r\nConnection: close\r\n\r\n"
+            f"User-Agent: appliance\r\n{fields}Connection: close\r\n\r\n"
         )
         await stream.send_all(request.encode())
         return await _answer(stream)
@@ -92,7 +103,7 @@ async def _get(url: str, listening: Listening) -> bytes:
         await trio.aclose_forcefully(plain)  # without a word, and without waiting for the other side
 
 
-async def _answer(stream: trio.abc.Stream) -> bytes:
+async def _answer(stream: trio.abc.Stream) -> Answer:
     """Raises AskFailed, _Broke, or what the stream raises."""
     received = b""
     for _ in range(MOST_INTERIM):
@@ -104,7 +115,7 @@ async def _answer(stream: trio.abc.Stream) -> bytes:
     body = await _body(stream, head, received)
     if not 200 <= head.status < 300:
         raise AskFailed(f"HTTP {head.status} {_phrase(head.status)}".rstrip())
-    return body
+    return Answer(body, bool(via.marks_in(head.fields)))
 
 
 async def _head(stream: trio.abc.Stream, received: bytes) -> tuple[ResponseHead, bytes]:

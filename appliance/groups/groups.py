@@ -243,14 +243,13 @@ class Groups:
         order = self._standings[name].order(group, self._clock(), self.settings.promote_s)
         if not order:
             return
-        base, entries, errors = await probe_in_order(
-            order, self.settings.probe_timeout_s, self._pace, self._listening()
-        )
+        found, errors = await probe_in_order(order, self.settings.probe_timeout_s, self._pace, self._listening())
         group = self._groups.get(name, group)
-        if base and base in group.candidates:
-            self._standings[name].answered(group, base, entries, self._clock())
-        elif not base and order[0] in group.candidates:
-            self._standings[name].failed(errors)
+        standing = self._standings[name]
+        if found is not None and found.url in group.candidates:
+            standing.answered(group, found.url, found.entries, self._clock(), router=found.router)
+        elif found is None and order[0] in group.candidates:
+            standing.failed(errors)
         if self._pace.free:
             with self._pace.work():
                 self._judge(self._clock())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
+
 from ..rules.groups.skim import NotJson, entries
 from .ask import AskFailed, Listening, ask
 from .pace import Pace
@@ -15,13 +17,23 @@ MOST_NAME = 500
 Entries = dict[str, Mapping[str, Any]]
 
 
-async def probe(base: str, within_s: float, pace: Pace, listening: Listening = ()) -> Entries:
-    """The engine's own entries by model. Raises AskFailed."""
-    body = await ask(f"{base.rstrip('/')}/models", within_s, listening)
+@attrs.frozen
+class Found:
+    """What answers at `url`: its own entries by model, and whether it is another router of this kind."""
+
+    url: str
+    entries: Entries
+    router: bool = False
+
+
+async def probe(base: str, within_s: float, pace: Pace, listening: Listening = ()) -> Found:
+    """Raises AskFailed."""
+    answer = await ask(f"{base.rstrip('/')}/models", within_s, listening, as_router=True)
     await pace.turn()
     try:
         with pace.work():
-            return {str(row["id"]): row for row in entries(body) if is_model(str(row["id"]))}
+            found = {str(row["id"]): row for row in entries(answer.body) if is_model(str(row["id"]))}
+            return Found(base, found, answer.router)
     except NotJson as wrong:
         raise AskFailed(str(wrong)) from None
 
@@ -33,12 +45,12 @@ def is_model(name: str) -> bool:
 
 async def probe_in_order(
     bases: tuple[str, ...], within_s: float, pace: Pace, listening: Listening = ()
-) -> tuple[str, Entries, list[tuple[str, str]]]:
-    """The first of `bases` that answers, with its entries ("" where none does), and what went wrong at those before."""
+) -> tuple[Found | None, list[tuple[str, str]]]:
+    """The first of `bases` that answers, None where none does, and what went wrong at those before."""
     errors: list[tuple[str, str]] = []
     for base in bases:
         try:
-            return base, await probe(base, within_s, pace, listening), errors
+            return await probe(base, within_s, pace, listening), errors
         except AskFailed as failed:
             errors.append((base, str(failed)))
-    return "", {}, errors
+    return None, errors

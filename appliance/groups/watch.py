@@ -72,10 +72,10 @@ class Watch:
         daemon = self.daemon
         self.reads += 1
         try:
-            body = await ask(f"http://{daemon.address}/status", STATUS_S)
+            answer = await ask(f"http://{daemon.address}/status", STATUS_S)
             await self._pace.turn()
             with self._pace.work():
-                view = read_view(document(body))
+                view = read_view(document(answer.body))
         except (AskFailed, NotJson) as failed:
             self._lost(daemon, str(failed))
             return False

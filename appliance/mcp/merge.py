@@ -7,7 +7,7 @@ hangs therefore costs the first list its bound, and the next ones only `FAILING_
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import attrs
@@ -42,6 +42,14 @@ class Failed:
     text: str
 
 
+@attrs.frozen(eq=False)
+class Reading:
+    """A list that is being read: first it is found out who is asked, `greeted`."""
+
+    greeted: trio.Event = attrs.field(factory=trio.Event)
+    done: trio.Event = attrs.field(factory=trio.Event)
+
+
 @attrs.define(eq=False)
 class Watched:
     """A group, its server, and when its list was last read. `trouble` says why it has none, "" while it has one."""
@@ -49,7 +57,7 @@ class Watched:
     upstream: Upstream
     read_at: float | None = None
     trouble: str = ""
-    reading: trio.Event | None = None
+    reading: Reading | None = None
 
     @property
     def group(self) -> str:
@@ -73,11 +81,13 @@ class Merge:
         self._client = client
         self._nursery = nursery
         self._watched: dict[Source, Watched] = {}
-        self._merged: Merged | None = None
+        self._merged: dict[bool, Merged] = {}
+        """By whether it is for another router: that one gets nothing that we have from routers ourselves."""
         self._told_dropped: frozenset[Dropped] = frozenset()
 
-    async def listing(self) -> Sequence[Mapping[str, object]]:
-        """The tools of all groups whose lists can be had in time, ours first. Fresh lists are not asked for again."""
+    async def listing(self, *, to_router: bool = False) -> Sequence[Mapping[str, object]]:
+        """The tools of all groups whose lists can be had in time, ours first. Fresh lists are not asked for again.
+        `to_router`: another router asks. It is not waited for its own list while it waits for ours."""
         begun = trio.current_time()
         watched = self._follow()
         for one in watched:
@@ -86,8 +96,11 @@ class Merge:
             if one.reading is not None:
                 bound = FAILING_WAIT_S if one.trouble else self.settings.list_timeout_s
                 with trio.move_on_at(begun + bound):
-                    await one.reading.wait()
-        return self._tools().entries
+                    reading = one.reading
+                    await reading.greeted.wait()
+                    if not (to_router and one.upstream.router):
+                        await reading.done.wait()
+        return self._tools(to_router).entries
 
     async def call(self, asked: Asked, name: str, deliver: Deliver) -> Answered | Failed | Mapping[str, object]:
         """Run the tool called `name`: its server's answer, why there is none, or the result of a tool of our own.
@@ -144,7 +157,7 @@ class Merge:
             wanted.setdefault(source.group, source)
         kept = {wanted[group]: self._watched.get(wanted[group]) for group in sorted(wanted)}
         if list(kept) != list(self._watched):
-            self._merged = None
+            self._merged.clear()
             for source, one in self._watched.items():
                 if source not in kept:
                     self._later(one.upstream.part)
@@ -169,13 +182,16 @@ class Merge:
         """Have the group's list read, unless it is fresh or being read."""
         fresh = one.read_at is not None and trio.current_time() - one.read_at < self.settings.tools_ttl_s
         if not fresh and one.reading is None:
-            one.reading = trio.Event()
+            one.reading = Reading()
             self._later(self._read_now, one, one.reading)
 
-    async def _read_now(self, one: Watched, done: trio.Event) -> None:
+    async def _read_now(self, one: Watched, reading: Reading) -> None:
         bound, trouble = self.settings.list_timeout_s, ""
         try:
             with trio.move_on_after(bound) as limit:
+                with suppress(Trouble):
+                    await one.upstream.greet()  # what is wrong shows below
+                reading.greeted.set()
                 one.upstream.tools = tuple(await one.upstream.list_tools())
                 one.read_at = trio.current_time()
             if limit.cancelled_caught:
@@ -187,7 +203,8 @@ class Merge:
             trouble = f"the router failed: {failed}"
         finally:
             one.reading = None
-            done.set()
+            reading.greeted.set()
+            reading.done.set()
         if trouble:
             one.upstream.tools, one.read_at = None, None
             if not one.trouble:
@@ -195,38 +212,46 @@ class Merge:
         elif one.trouble:
             log.info("mcp_tools_fetched_again", group=one.group)
         one.trouble = trouble
-        self._merged = None
+        self._merged.clear()
 
-    def _tools(self) -> Merged:
-        if self._merged is None:
-            lists = [(one.group, one.upstream.tools or ()) for one in self._watched.values()]
-            self._merged = merge(lists, self.settings.naming, native.TOOLS)
-            dropped = frozenset(self._merged.dropped)
-            new = sorted(dropped - self._told_dropped, key=lambda row: (row.group, row.tool))
-            for row in new[:MOST_TOLD]:
-                log.warning("mcp_tool_dropped", group=row.group, tool=row.tool, reason=row.reason)
-            if len(new) > MOST_TOLD:
-                log.warning("mcp_tools_dropped", more=len(new) - MOST_TOLD)
-            self._told_dropped = dropped
-        return self._merged
+    def _tools(self, to_router: bool) -> Merged:
+        merged = self._merged.get(to_router)
+        if merged is None:
+            asked = [one for one in self._watched.values() if not (to_router and one.upstream.router)]
+            lists = [(one.group, one.upstream.tools or ()) for one in asked]
+            # That one may have an argument __group of its own to put in.
+            naming = "prefix" if to_router else self.settings.naming
+            merged = self._merged[to_router] = merge(lists, naming, native.TOOLS)
+            if not to_router:
+                self._tell_dropped(frozenset(merged.dropped))
+        return merged
+
+    def _tell_dropped(self, dropped: frozenset[Dropped]) -> None:
+        new = sorted(dropped - self._told_dropped, key=lambda row: (row.group, row.tool))
+        for row in new[:MOST_TOLD]:
+            log.warning("mcp_tool_dropped", group=row.group, tool=row.tool, reason=row.reason)
+        if len(new) > MOST_TOLD:
+            log.warning("mcp_tools_dropped", more=len(new) - MOST_TOLD)
+        self._told_dropped = dropped
 
     async def _route(self, asked: Asked, name: str) -> Route | NoRoute | None:
         """Where a call goes, None for a tool of our own. Lists are waited for only where the name says nothing without
         them, so that a hung group delays nobody's calls."""
+        to_router = bool(asked.marks)
         watched = self._follow()
         arguments = asked.params.get("arguments")
-        if name in self._tools().native:
+        if name in self._tools(to_router).native:
             return None
-        found = route(self._tools(), self._groups(), name, arguments)
+        found = route(self._tools(to_router), self._groups(), name, arguments)
         if isinstance(found, NoRoute) and any(one.read_at is None for one in watched):
-            await self.listing()
-            return route(self._tools(), self._groups(), name, arguments)
+            await self.listing(to_router=to_router)
+            return route(self._tools(to_router), self._groups(), name, arguments)
         one = self._of(found.group) if isinstance(found, Route) else None
         if one is not None and one.upstream.tools is None and not one.trouble and not asked.modern:
             # A modern server may want arguments repeated in headers, which only its list tells.
             self._read(one)
             if one.reading is not None:
-                await one.reading.wait()
+                await one.reading.done.wait()
         return found
 
 

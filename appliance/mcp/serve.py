@@ -22,8 +22,9 @@ from ..rules.mcp import messages, protocol
 from ..rules.mcp.asking import Ask, Rejected, judge, own_origin
 from ..rules.mcp.messages import Id, Message
 from ..rules.mcp.translate import Asked, finished, progress, result_for
+from ..wire import via
 from .merge import Failed, Merge
-from .upstream import HOP, HOP_FIELD, Answered
+from .upstream import Answered
 
 NAME = {"name": "appliance", "version": __version__}
 CANCELLED = -32800
@@ -56,8 +57,13 @@ class Endpoint:
         """Answer one request; `fields` are its header fields, in any case. Raises Refusal for wrong HTTP, and whatever
         `out` raises. Cancelling it ends what it started."""
         settings = self._merge.settings
-        if any(name.lower() == HOP_FIELD and text == HOP for name, text in fields):
-            wrong = messages.error(None, protocol.INVALID_REQUEST, "this router itself listens there")
+        marks = via.marks(text for name, text in fields if name.lower() == via.FIELD.decode())
+        if marks:
+            out = _ToRouter(out)
+        if via.goes_round(marks):
+            wrong = messages.error(
+                None, protocol.INVALID_REQUEST, "this router itself listens there: the request has been here before"
+            )
             await _whole(out, 508, wrong)
             return
         if method == "DELETE" and self._ends_session(fields):
@@ -82,10 +88,10 @@ class Endpoint:
             case "server/discover" if ask.modern:
                 await _answer(out, ask, _discovered())
             case "tools/list":
-                tools: dict[str, object] = {"tools": await self._merge.listing()}
+                tools: dict[str, object] = {"tools": await self._merge.listing(to_router=bool(marks))}
                 await _answer(out, ask, _cacheable(tools) if ask.modern else tools)
             case "tools/call":
-                await self._call(ask, out)
+                await self._call(ask, marks, out)
             case other:
                 await _refuse(out, ask, protocol.METHOD_NOT_FOUND, f"no method {other[:100]!r}")
 
@@ -103,7 +109,7 @@ class Endpoint:
 
     # -- a call -------------------------------------------------------------------------------------------------------
 
-    async def _call(self, ask: Ask, out: Out) -> None:
+    async def _call(self, ask: Ask, marks: tuple[str, ...], out: Out) -> None:
         params = ask.message.params or {}
         name = messages.value(params.get("name"))
         if not isinstance(name, str):
@@ -117,7 +123,7 @@ class Endpoint:
         repeated = {
             key: text for key, text in ask.fields.items() if key.startswith(protocol.PARAM_FIELDS) and text.isascii()
         }
-        call = _Call(self._merge, Asked(ask.modern, params, repeated), name, ask)
+        call = _Call(self._merge, Asked(ask.modern, params, repeated, marks), name, ask)
         identity = ask.message.id
         assert identity is not None
         key = (ask.session, identity)
@@ -128,6 +134,22 @@ class Endpoint:
         finally:
             if self._running.get(key) is call.scope:
                 del self._running[key]
+
+
+class _ToRouter:
+    """An answer to another router, which is told that it has asked one."""
+
+    def __init__(self, out: Out) -> None:
+        self._out = out
+
+    def start(self, status: int, fields: _Fields, length: int | None) -> None:
+        self._out.start(status, [*fields, (via.FIELD, via.value().encode())], length)
+
+    async def send(self, data: bytes) -> None:
+        await self._out.send(data)
+
+    async def end(self) -> None:
+        await self._out.end()
 
 
 class _Call:

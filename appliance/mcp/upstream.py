@@ -16,7 +16,6 @@ A handshake session belongs to us and not to a client: all clients' calls share 
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
@@ -30,12 +29,9 @@ from ..rules.mcp.messages import Fields, Message
 from ..rules.mcp.naming import Route, Tool, tools_of
 from ..rules.mcp.params import param_headers
 from ..rules.mcp.translate import Asked, call_params, envelope
+from ..wire import via
 from .exchange import Exchange, Moved, SessionLost, Trouble, Unreached, exchange, open_client
 
-HOP_FIELD = "x-appliance-hop"
-HOP = secrets.token_hex(8)
-"""Marks what this process sends. A tool server may be announced at the router itself: then every list would wait for
-itself, and a call go round as often as its name says."""
 PROBE_S = 3.0
 """How long a server may think about `server/discover` before it is taken for one that never heard of it."""
 MOST_PAGES = 100
@@ -91,6 +87,8 @@ class Upstream:
         self.source = source
         self.tools: tuple[Tool, ...] | None = None
         """As last listed; None while they never were, or after a list failed."""
+        self.router = False
+        """Whether another router of this kind has answered last: its tools are not offered to a third one."""
         self._settings = settings
         self._client = client
         self._later = later
@@ -111,6 +109,10 @@ class Upstream:
 
     # -- what is asked of it ------------------------------------------------------------------------------------------
 
+    async def greet(self) -> None:
+        """Find out who it is, where that is not known yet. Raises Trouble; the caller sets the time."""
+        await self._greeted()
+
     async def list_tools(self) -> list[Tool]:
         """All pages of its list, within `MOST_PAGES` and `MOST_TOOLS`. What does not fit a session of before is asked
         once more in a new one. Raises Trouble; the caller sets the time."""
@@ -127,10 +129,14 @@ class Upstream:
     async def call(self, route: Route, asked: Asked, deliver: Deliver) -> Answered:
         """Run a tool, or fail; nothing is sent a second time. Raises Trouble; the caller sets the time."""
         await self._greeted()
+        if asked.marks and self.router:
+            raise Unreached("it is another router, which is asked nothing for a third one")
         modern = bool(self._modern)
         identity = next(self._ids)
         params = call_params(asked, route, modern=modern, token=identity, client=self._client)
-        fields = self._argument_fields(route, asked) if modern else {}
+        fields = {via.FIELD.decode(): via.value(asked.marks)}
+        if modern:
+            fields |= self._argument_fields(route, asked)
         return await self._ask(identity, "tools/call", params, deliver, route.tool, fields)
 
     async def part(self) -> None:
@@ -275,6 +281,8 @@ class Upstream:
         self, answer: Exchange, identity: int, deliver: Deliver, session: Session | None = None
     ) -> Answered:
         """The answer to `identity`; what comes before it is handed over, or answered where the server asks us."""
+        if answer.status == 200:
+            self.router = bool(via.marks([answer.headers.get(via.FIELD.decode(), "")]))
         if answer.status == 404 and session is not None and session.id:
             raise SessionLost("the tool server does not know our session; it was restarted")
         if answer.status in (401, 403):
@@ -350,7 +358,7 @@ class Upstream:
             "content-type": "application/json",
             "accept": "application/json, text/event-stream",
             "user-agent": self._client["name"],
-            HOP_FIELD: HOP,
+            via.FIELD.decode(): via.value(),
             **dict(self.source.headers),
             **fields,
         }

@@ -25,16 +25,29 @@ Entries = Mapping[str, Mapping[str, Any]]
 class Standing:
     """What is known of one group beside what daemons tell. Times are those of the caller's clock.
 
-    `url` is the address that answered last: it is kept while it does, since moving without need costs caches. `names`
+    `url` is the address that answered last: it is kept while it does, since moving without need costs caches; `router`
+    tells that another router of this kind answers there. `names`
     and `entries` are from the last good probe, whenever that was.
     """
 
-    __slots__ = ("entries", "error", "first_seen_at", "names", "probed_at", "seen_at", "servable_at", "top_at", "url")
+    __slots__ = (
+        "entries",
+        "error",
+        "first_seen_at",
+        "names",
+        "probed_at",
+        "router",
+        "seen_at",
+        "servable_at",
+        "top_at",
+        "url",
+    )
 
     def __init__(self, now: float) -> None:
         self.first_seen_at = self.seen_at = now
         self.servable_at: float | None = None
         self.url = ""
+        self.router = False
         self.names: tuple[str, ...] = ()
         self.entries: Entries = {}
         self.probed_at: float | None = None
@@ -59,10 +72,11 @@ class Standing:
             return candidates
         return (self.url, *(url for url in candidates if url != self.url))
 
-    def answered(self, group: Announced, url: str, entries: Entries, now: float) -> None:
-        """A good probe. An engine that names no model serves one called like its group."""
-        self.url, self.probed_at, self.error = url, now, ""
-        self.names = tuple(sorted(entries)) or (group.name,)
+    def answered(self, group: Announced, url: str, entries: Entries, now: float, *, router: bool = False) -> None:
+        """A good probe. An engine that names no model serves one called like its group; a router that names none has
+        none at the moment."""
+        self.url, self.probed_at, self.error, self.router = url, now, "", router
+        self.names = tuple(sorted(entries)) or (() if router else (group.name,))
         self.entries = entries
 
     def failed(self, errors: Sequence[tuple[str, str]]) -> None:

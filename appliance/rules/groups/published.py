@@ -44,6 +44,7 @@ def endpoint(group: Announced, standing: Standing, total_s: float) -> Endpoint:
         announced=True,
         retries=False,
         total_s=total_s,
+        router=standing.router,
     )
 
 

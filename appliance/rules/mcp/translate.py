@@ -16,11 +16,13 @@ _PROGRESS = "progressToken"
 
 @attrs.frozen
 class Asked:
-    """A client's call as it came: its parameters, and the headers that repeat arguments (lower-case names)."""
+    """A client's call as it came: its parameters, the headers that repeat arguments (lower-case names), and the routers
+    it has come through."""
 
     modern: bool
     params: Fields
     param_fields: Mapping[str, str] = attrs.field(factory=dict)
+    marks: tuple[str, ...] = ()
 
     @property
     def meta(self) -> Fields:
