@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from .firstprocess import split
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("appliance.cli.serve:serve", "Run the router: one endpoint in front of all engines."),
     "agent": ("appliance.cli.agent:agent", "Find the hardware of this node and run engines on it."),
@@ -52,6 +54,8 @@ def appliance() -> None:
 
 def main() -> None:
     """Run one command and exit: 0 done, 1 refused or failed, 2 wrong usage. Errors are one line on stderr."""
+    if sys.argv[1:2] in (["serve"], ["agent"]):
+        split()
     sys.exit(run(sys.argv[1:]))
 
 
