@@ -10,6 +10,7 @@ Intervals are short, as upstream's own tests set them; everything else is what a
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -114,6 +115,16 @@ class Outside:
         """Whether the tool failed, and its text."""
         result = await self.rpc("tools/call", {"name": name, "arguments": arguments})
         return bool(result.get("isError")), result["content"][0]["text"]
+
+    # -- what its operator is told -------------------------------------------------------------------------------------
+
+    async def ctl_says(self, *words: str) -> str:
+        command = [sys.executable, "-m", "appliance", "ctl", *words, "--admin", str(self.process.admin)]
+        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+        return (done.stdout + done.stderr).decode()
+
+    async def ctl(self, *words: str) -> Any:
+        return json.loads(await self.ctl_says(*words, "--json"))
 
 
 @asynccontextmanager

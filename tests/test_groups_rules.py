@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from appliance.facts.groups import Announced, Registered, Service, View
 from appliance.rules.groups.daemons import MOST_ADDRESSES, Daemons
-from appliance.rules.groups.gate import Standing, why_not
+from appliance.rules.groups.gate import (
+    NO_ACTORS,
+    NO_ENDPOINT,
+    NOT_PROBED,
+    PROBE_STALE,
+    Standing,
+    for_clients,
+    why_not,
+)
 from appliance.rules.groups.merge import merge
 from appliance.rules.groups.published import publish
 from appliance.rules.groups.reception import Heard
@@ -546,3 +554,22 @@ def test_addresses_that_no_router_could_use(text: str) -> None:
 def test_variables_that_make_no_sense_together(environ: dict[str, str]) -> None:
     with pytest.raises(Unregistered, match="MENTAT_GROUP"):
         registered(environ)
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("endpoint probe failed: http://10.0.0.1:8000/v1: timeout after 3.0s", "endpoint probe failed"),
+        (
+            "announced port 8000/v1 on node 10.0.0.1, and no address of that node passes ALLOWED_SOURCES",
+            "the router does not reach the address it announces",
+        ),
+        (
+            "announced http://127.0.0.1:8000/v1 on node 10.0.0.1, and no other machine reaches that address",
+            "the router does not reach the address it announces",
+        ),
+        *((why, why) for why in (NO_ENDPOINT, NO_ACTORS, NOT_PROBED, PROBE_STALE, "it is loading on node-a", "")),
+    ],
+)
+def test_clients_are_told_the_gate_and_no_address(why: str, told: str) -> None:
+    assert for_clients(why) == told

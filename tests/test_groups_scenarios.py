@@ -282,7 +282,12 @@ async def test_an_engine_that_stops_is_told_as_a_failed_probe(tmp_path: Path) ->
             await door.serves()
             answer = await door.chat("llama")
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_ready")
-            assert "endpoint probe failed" in answer.json()["error"]["message"]
+            # a client is told which gate is shut, its operator also where and why
+            assert answer.json()["error"]["message"] == "the model 'llama' is not ready: endpoint probe failed"
+            record = await door.ctl("explain", "request", answer.headers["x-request-id"])
+            assert record["message"] == f"the model 'llama' is not ready: {why}"
+            assert why in await door.ctl_says("explain", "model", "llama")
+            assert why in door.log
 
 
 async def test_a_refusal_comes_after_the_wait_and_typing_errors_do_not_wait(tmp_path: Path) -> None:
@@ -298,8 +303,12 @@ async def test_a_refusal_comes_after_the_wait_and_typing_errors_do_not_wait(tmp_
             assert trio.current_time() - begun >= 1
             told = answer.json()["error"]
             assert (answer.status_code, told["code"]) == (503, "model_not_ready")
-            assert told["message"].startswith("llama is not ready after 1 s: endpoint probe failed")
-            assert "groups.model_wait_s" in told["message"]
+            wanted = "llama is not ready after 1 s: endpoint probe failed (deadline: groups.model_wait_s). Try again in"
+            assert told["message"].startswith(wanted)
+            record = await door.ctl("explain", "request", answer.headers["x-request-id"])
+            assert f"endpoint probe failed: {url_of(engine)}: " in record["message"]
+            (model,) = (await door.ctl("models"))["models"]
+            assert f"endpoint probe failed: {url_of(engine)}: " in model["why"]
 
 
 @pytest.mark.parametrize("noticed", [True, False])

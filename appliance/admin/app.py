@@ -88,7 +88,8 @@ def _reads(app: QuartTrio, running: Running) -> None:
     async def model(name: str) -> Response:
         document = documents.model(gateway, name, time.monotonic(), running.plane())
         if document is None:
-            return refused(404, "model_not_found", gateway.table.unknown(name).message)
+            unknown = gateway.table.unknown(name)
+            return refused(404, "model_not_found", unknown.detail or unknown.message)
         return json(document)
 
     @app.get("/bands")

@@ -146,7 +146,7 @@ def _model(gateway: Gateway, entry: Entry, now: float, plane: Plane | None) -> D
         "configured": entry.configured,
         "context_tokens": entry.context_tokens or None,
         "ready": bool(up),
-        "why": "" if up else absent(entry, gateway.why_not(entry.name), None, now).message,
+        "why": "" if up else _why_absent(gateway, entry, now),
         "waking": entry.waking if asleep(entry, now) else "",
         "endpoints": len(entry.members),
         "endpoints_up": len(up),
@@ -164,6 +164,11 @@ def _model(gateway: Gateway, entry: Entry, now: float, plane: Plane | None) -> D
         "prefixes": {"nodes": len(entry.tree), "bytes": entry.tree.size_bytes},
         "replicas": None if plane is None else placing.of_model(plane, entry.name, now),
     }
+
+
+def _why_absent(gateway: Gateway, entry: Entry, now: float) -> str:
+    refusal = absent(entry, gateway.why_absent(entry.name), None, now)
+    return refusal.detail or refusal.message
 
 
 def model(gateway: Gateway, name: str, now: float, plane: Plane | None = None) -> Document | None:

@@ -12,7 +12,8 @@ class Refusal(Exception):
     `code` is the stable word of `docs/interface.md` ("model_not_found"); `reason` is what `x-appliance-reason` carries
     and equals `code` unless a rule says more. `retry_after_s` is set on everything that passes with time; it reaches
     the client in whole seconds, at least 1. `should_retry` False adds `x-should-retry: false`, because the OpenAI SDKs
-    retry any 429 otherwise. `headers` are further answer headers (name, value), for example `Allow` of a 405.
+    retry any 429 otherwise. `headers` are further answer headers (name, value), for example `Allow` of a 405. `detail`
+    is the message for operators where theirs says more, for example addresses; no client gets it.
     """
 
     status: int
@@ -23,6 +24,7 @@ class Refusal(Exception):
     should_retry: bool = True
     reason: str = ""
     headers: tuple[tuple[str, str], ...] = ()
+    detail: str = ""
 
     def __str__(self) -> str:
         return f"{self.status} {self.code}: {self.message}"

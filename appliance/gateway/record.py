@@ -88,7 +88,7 @@ class Record:
         self.outcome = outcome
         self.code = refusal.status
         self.reason = refusal.reason or refusal.code
-        self.message = refusal.message
+        self.message = refusal.detail or refusal.message
 
     def cancel(self) -> bool:
         """End a running request; False when it is over."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from ..facts.errors import Refusal
 from ..rules.admission.refusals import not_woken
 from ..rules.admission.ticket import Ticket
+from ..rules.groups.gate import for_clients
 from ..rules.scheduling.filters import gate
 from ..rules.scheduling.pipeline import LATER_S, not_ready
 from ..rules.scheduling.table import Entry
@@ -39,6 +40,13 @@ def worth_asking(entry: Entry, fallbacks: Iterable[Entry], tickets: Iterable[Tic
 def absent(entry: Entry, why: str, ticket: Ticket | None, now: float) -> Refusal:
     """What a request is told that found nobody, or waited in vain. `why` is what the control plane knows, "" where it
     knows nothing; `ticket` is its place in line."""
+    refusal = _absent(entry, for_clients(why), ticket, now)
+    if why:
+        refusal.detail = _absent(entry, why, ticket, now).message
+    return refusal
+
+
+def _absent(entry: Entry, why: str, ticket: Ticket | None, now: float) -> Refusal:
     if why and ticket is not None and ticket.blocker == "loading" and ticket.left_queue_at >= ticket.expires_at:
         deadline = "control.wake_wait_s" if entry.configured else "groups.model_wait_s"
         return not_woken(entry.name, ticket.wait_s(now), why, deadline)

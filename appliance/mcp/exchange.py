@@ -41,7 +41,7 @@ class Moved(Trouble):
     """The server names another path of its own; `url` is that one."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(f"the tool server redirects to {url[:SHOWN_BYTES]}")
+        super().__init__("the tool server redirects to another path")  # callers are told no addresses
         self.url = url
 
 

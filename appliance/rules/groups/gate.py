@@ -18,6 +18,9 @@ NO_ACTORS = "no running actors"
 NOT_PROBED = "not probed yet"
 PROBE_STALE = "endpoint probe stale"
 
+PROBE_FAILED = "endpoint probe failed"
+UNREACHABLE = "the router does not reach the address it announces"
+
 Entries = Mapping[str, Mapping[str, Any]]
 """What an engine says of its models, by name."""
 
@@ -111,7 +114,14 @@ def why_not(group: Announced, standing: Standing, now: float, fresh_s: float) ->
         return NO_ACTORS  # older documents list an actor wherever a GPU is used
     if standing.error:
         noted = f" (agent reports: {group.note})" if group.note else ""
-        return f"endpoint probe failed: {standing.error}{noted}"
+        return f"{PROBE_FAILED}: {standing.error}{noted}"
     if standing.probed_at is None:
         return NOT_PROBED
     return PROBE_STALE if now - standing.probed_at > fresh_s else ""
+
+
+def for_clients(why: str) -> str:
+    """Which gate is shut, without what only operators are told: addresses, and what answered there."""
+    if why.startswith(PROBE_FAILED):
+        return PROBE_FAILED
+    return UNREACHABLE if why.startswith("announced ") else why

@@ -13,6 +13,7 @@ import attrs
 from ...facts.endpoint import Endpoint
 from ...facts.errors import Refusal
 from ...facts.settings import Model, Prefix
+from ..groups.gate import for_clients
 from .affinity import Remembered
 from .member import Member
 from .prefixes import Prefixes
@@ -174,8 +175,8 @@ class Table:
             )
         why = self.gated.get(name)
         if why is not None:
-            told = f"the model '{shown}' is not ready: {why}"
-            return Refusal(503, "model_not_ready", told, param="model", retry_after_s=LATER_S)
+            told, detail = (f"the model '{shown}' is not ready: {each}" for each in (for_clients(why), why))
+            return Refusal(503, "model_not_ready", told, param="model", retry_after_s=LATER_S, detail=detail)
         names = self.available(visible)
         if not names:
             listed = "no models are available"
