@@ -252,6 +252,47 @@ async def test_deep_and_odd_json_breaks_nothing(tmp_path: Path) -> None:
             assert (await door.ask(chat(stream=True))).body.endswith(DONE)
 
 
+@pytest.mark.parametrize("depth", [100, 900, 970, 980, 990, 1000, 1100, 5000])
+async def test_an_answer_as_deep_as_decoders_go_passes_as_it_is(tmp_path: Path, depth: int) -> None:
+    """Where a decoder gives up depends on how deep its caller stands, so the depths around its limit are tried."""
+    deep = b"[" * depth + b"]" * depth
+    usage = b'{"usage": {"prompt_tokens": 1, "completion_tokens": 1}, "x": %b}' % deep
+    error = b'{"error": {"message": "m", "type": "t", "param": null, "code": "c", "x": %b}}' % deep
+    async with fake_engine() as engine, router(tmp_path, engine) as door:
+        for target in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            engine.script = says(whole(200, usage))
+            assert (await door.ask(chat(target=target))).body == usage
+            for said in (error, error.replace(b'"code": "c"', b'"extra": 1'), b'{"detail": %b}' % deep):
+                engine.script = says(whole(400, said))
+                answer = await door.ask(chat(target=target))
+                assert answer.status == 400 and answer.json()["error"]["message"], answer.body
+        for data in (usage, error):
+            engine.script = says(*streamed(event("a"), b"data: " + data + b"\n\n", DONE))
+            assert (await door.ask(chat(stream=True))).body.endswith(DONE)
+            engine.script = says(*streamed(b"data: " + data + b"\n\n", DONE))
+            assert (await door.ask(chat(stream=True))).status in (200, 502)
+        assert not door.told("request failed inside the router")
+
+
+@pytest.mark.parametrize("depth", [900, 980, 990, 1000, 5000])
+async def test_what_an_endpoint_says_of_itself_may_be_deep(tmp_path: Path, depth: int) -> None:
+    deep = b"[" * depth + b"]" * depth
+
+    async def script(asked: Asked, peer: Peer) -> None:
+        said = {"/d/props": b'{"total_slots": 3, "x": %b}', "/d/v1/models": b'{"data": [{"id": "llama", "x": %b}]}'}
+        await peer.send(whole(200, said[asked.target] % deep if asked.target in said else b"llamacpp:x 1\n"))
+
+    async with fake_engine(script) as engine:
+        url = engine.url.replace("/v1", "/d/v1")
+        config = f'[[endpoints]]\nid = "a"\nurl = "{url}"\nmodels = ["llama"]\nengine = "llamacpp"\n'
+        async with router(tmp_path, config=config) as door:
+            await door.until("it was asked", lambda: "/d/props" in [asked.target for asked in engine.asked])
+            await wait_all_tasks_blocked()
+            for path in ("/v1/models", "/v1/models/llama"):
+                assert (await door.ask(request("GET", path))).status == 200
+            assert not door.told("request failed inside the router")
+
+
 # -- answers before the request is whole -------------------------------------------------------------------------------
 
 LARGE = chat(filler="x" * 24_000_000)

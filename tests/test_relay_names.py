@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from trio.testing import wait_all_tasks_blocked
 
+from appliance.facts.endpoint import Endpoint
 from tests.fake_engine import CHAT, DONE, Asked, FakeEngine, Peer, event, fake_engine, in_turn, says, streamed, whole
 from tests.raw_client import chat, request
 from tests.routers import router
@@ -41,6 +42,22 @@ async def test_only_the_bytes_of_the_name_change(tmp_path: Path, name: bytes) ->
         sent = engine.asked[0]
         assert sent.body in (body_of(b'"llama"'), body_of(name) if json.loads(name) == "llama" else b"")
         assert sent.by_name["content-length"] == str(len(sent.body))
+
+
+async def test_a_body_that_only_just_is_not_too_deep(tmp_path: Path) -> None:
+    """It is decoded more than once, and a decoder goes the less deep the deeper its caller stands."""
+    async with fake_engine() as engine, router(tmp_path, engine, config=ALIASES) as door:
+        statuses = set()
+        for depth in range(900, 1001, 2):
+            deep = b"[" * depth + b"]" * depth
+            body = b'{"model": "chat", "x": %b, "metadata": {"model": "\\u006d"}}' % deep
+            answer = await door.ask(request(body=body))
+            assert answer.status == 200 or (answer.status, answer.error["code"]) in (
+                (400, "invalid_json"), (400, "duplicate_field"),
+            ), (depth, answer.body)  # fmt: skip
+            statuses.add(answer.status)
+        assert statuses == {200, 400}
+        assert all(b'"llama"' in asked.body for asked in engine.asked)
 
 
 FORM_TYPE = 'multipart/form-data; boundary="a b"'
@@ -217,3 +234,28 @@ async def test_a_session_stays_where_it_was(tmp_path: Path, how: str) -> None:
             homes.setdefault(record.tenant, set()).add(record.endpoint)
         assert len(homes) == 8 and all(len(home) == 1 for home in homes.values()), homes
         assert len(set.union(*homes.values())) > 1
+
+
+async def test_a_continuation_whose_name_is_no_text_is_the_engines_to_refuse(tmp_path: Path) -> None:
+    said = whole(400, {"error": {"message": "no such id"}})
+    async with fake_engine(says(said)) as engine, router(tmp_path, engine) as door:
+        body = b'{"model": "llama", "input": "x", "previous_response_id": "\xff"}'
+        answer = await door.ask(request("POST", "/v1/responses", body=body))
+        assert answer.status == 400 and answer.error["message"] == "no such id"
+        assert engine.asked[0].body == body
+        assert not door.told("request failed inside the router")
+
+
+@pytest.mark.parametrize("body", [b"{}", b"\xff", b'{"model": "chat"}'])
+async def test_a_body_with_a_stored_response_passes_as_it_is(tmp_path: Path, body: bytes) -> None:
+    """Also where the endpoint knows the model by another name: there is none in it that would have to be replaced."""
+    async with fake_engine(storing(itertools.count(), stream=False)) as engine:
+        config = '[[models]]\nname = "llama"\naliases = ["theirs"]\ngroups = true\n'
+        async with router(tmp_path, config=config) as door:
+            group = Endpoint("group:g", "127.0.0.1", engine.port, models=("theirs",), announced=True, retries=False)
+            door.app.gateway.announce((group,), {}, {}, {})
+            made = (await door.ask(chat(target="/v1/responses"))).json()["id"]
+            for method, path in (("POST", "/cancel"), ("DELETE", "")):
+                answer = await door.ask(request(method, f"/v1/responses/{made}{path}", body=body))
+                assert answer.status == 200 and answer.json() == {"id": made, "by": "me"}, answer.body
+                assert engine.asked[-1].body == body

@@ -292,3 +292,60 @@ async def test_a_router_without_descriptors_says_so_and_blames_no_engine(
         member = door.app.gateway.table.members["a"]
         assert member.up and not member.penalty
         assert (await door.ask(chat())).status == 200
+
+
+@pytest.mark.parametrize("engine", ["openai", "sim", "llamacpp"])
+async def test_a_router_without_descriptors_goes_on_and_asks_its_endpoints_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Its own questions (models, metrics, spans) need descriptors too, and whoever asks them must survive the lack."""
+    tried = 0
+
+    async def none(*arguments: object) -> Line:
+        nonlocal tried
+        tried += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("appliance.gateway.watch.ASK_S", 0.01)
+    monkeypatch.setattr("appliance.gateway.watch.ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr("appliance.gateway.scrape.LLAMACPP_LEAST_S", 0.01)
+    config = '[scheduling]\nscrape_s = 0.05\n[tracing]\nendpoint = "http://127.0.0.1:9"\n'
+    async with (
+        fake_engine(says(whole(404, {}))) as fake,
+        router(tmp_path, config=config + at(fake.url, more=f'engine = "{engine}"')) as door,
+    ):
+        await wait_all_tasks_blocked()
+        with monkeypatch.context() as patch:
+            patch.setattr(Upstream, "_connect", none)
+            door.app.gateway.drop_stale(math.inf)
+            assert (await door.ask(chat())).status in (404, 503)  # its span goes to the collector
+            await door.until("its endpoint was asked for its models and its load meanwhile", lambda: tried > 20)
+        told = door.told("endpoint does not list its models")
+        assert [line["reason"] for line in told] and "Too many open files" in told[0]["reason"]
+        await door.until("it is asked again", lambda: door.told("endpoint lists its models again"))
+
+
+async def test_a_key_that_cannot_be_read_for_want_of_descriptors_blames_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("secret")
+    real = open
+
+    def none(name: object, *arguments: object) -> object:
+        if str(name) == str(file):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(name, *arguments)  # type: ignore[call-overload]
+
+    async with fake_engine() as engine:
+        config = engine.toml + f'api_key_file = "{file}"\n'
+        async with router(tmp_path, config=config) as door:
+            await wait_all_tasks_blocked()
+            door.app.gateway.upstreams["a"]._key_until = 0.0
+            with monkeypatch.context() as patch:
+                patch.setattr("builtins.open", none)
+                for _ in range(6):
+                    answer = await door.ask(chat())
+                    assert answer.status == 503 and answer.error["code"] == "router_exhausted"
+            assert door.app.gateway.table.members["a"].up
+            assert (await door.ask(chat())).status == 200

@@ -96,6 +96,26 @@ async def test_every_framing_reaches_every_client(tmp_path: Path, framing: str, 
         assert [record.outcome for record in door.app.gateway.books.recent(5)] == ["ok"]
 
 
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (b": a comment\n\n" + event("a") + DONE, 200),
+        (event("a") + DONE, 200),
+        (DONE, 200),
+        (b'data: {"error": {"message": "m", "code": 400}}\n\n', 400),
+        (b": a comment\n\n" + b'data: {"error": {"message": "m", "code": 503}}\n\n', 503),
+    ],
+)
+async def test_a_stream_may_begin_with_a_byte_order_mark(tmp_path: Path, said: bytes, status: int) -> None:
+    raw = STREAM_HEAD + chunk(b"\xef\xbb\xbf" + said) + LAST
+    async with fake_engine() as engine, router(tmp_path, engine) as door:
+        for at in (len(STREAM_HEAD), len(STREAM_HEAD) + 5, len(raw)):
+            engine.script = apart(raw[:at], raw[at:])
+            answer = await door.ask(chat(stream=True))
+            assert answer.status == status
+            assert status != 200 or answer.body == b"\xef\xbb\xbf" + said
+
+
 async def test_many_events_in_one_segment_pass_as_one(tmp_path: Path) -> None:
     events = [event(f"{number} ") for number in range(500)]
     raw = STREAM_HEAD + b"".join(chunk(data) for data in events) + chunk(DONE) + LAST

@@ -167,7 +167,7 @@ def _read(data: bytes) -> tuple[int, dict[str, Any]] | None:
             return None
         try:
             document = msgspec.json.decode(data[:length])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             document = None
         return answer.status, document if isinstance(document, dict) else {}
     return None

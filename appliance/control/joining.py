@@ -127,7 +127,7 @@ class Joining:
             raise Refusal(413, "too_large", f"a request to join has at most {BODY_BYTES} bytes")
         try:
             asked = msgspec.json.decode(body, type=Ask)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise Refusal(400, "invalid_request", 'expected JSON: {"token": ..., "name": ..., "csr": ...}') from None
         now = self._clock()
         digest = _digest(asked.token)

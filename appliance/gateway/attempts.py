@@ -235,11 +235,14 @@ class Attempts(Roster):
         return exchange
 
     def _body_for(self, entry: Entry, member: Member, call: Call) -> bytes:
-        """The call's body, with the name by which the member knows the model."""
+        """The call's body, with the name by which the member knows the model. Raises Refusal."""
         name = entry.upstream_name(member)
-        if name == call.model or not call.body:
+        if name == call.model or not call.body or call.ask.model is None:  # the last: it goes where it is stored
             return call.body
-        return fields.renamed(call.body, call.headers.get(b"content-type", b""), name)
+        try:
+            return fields.renamed(call.body, call.headers.get(b"content-type", b""), name)
+        except fields.Unclear as unclear:
+            raise Refusal(400, "invalid_json", f"the name in this body cannot be replaced: {unclear}") from None
 
     def _promises_of(self, member: Member) -> Promises:
         """The deadlines of requests to it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ..facts.errors import Refusal
 from ..nursery.sleeper import Sleeper
 from ..wire.line import Line
 from .answer import BodyReader
@@ -26,7 +27,10 @@ async def fetch(
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[int, bytes]:
     """One small exchange with an endpoint: status and body. `fields` are header lines, each with its CRLF; `bound` is
-    the largest answer taken, in bytes. Raises UpstreamFailed, Refusal, or a cut named "scrape".
+    the largest answer taken, in bytes. Raises UpstreamFailed, or a cut named "scrape".
+
+    Also where this router cannot open a connection, which a client is told by a Refusal: those who ask here do so for
+    ever, and one that let it pass would end the router at the moment it has run out of descriptors.
     """
     now = clock()
     length = len(body) if body or method == b"POST" else -1
@@ -42,6 +46,8 @@ async def fetch(
                     raise
                 # closed by the engine while it was idle: says nothing about the engine
         return await _exchange(await upstream.dial(sleeper), False, upstream, request, bound, clock)
+    except Refusal as refusal:
+        raise UpstreamFailed("refused", refusal.message) from None
     finally:
         sleeper.disarm()
 

@@ -104,7 +104,7 @@ async def _ask_slots(gateway: Gateway, member: Member, sleeper: Sleeper) -> bool
         return status in (404, 501)
     try:
         slots = msgspec.json.decode(body, type=_Props).total_slots
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return True
     if slots > 0:
         gateway.told_capacity(member, slots)

@@ -146,5 +146,9 @@ class Gateway(Attempts):
         raw = bytes(call.ask.previous_response_id)
         if raw[:1] != b'"':
             return ""
-        maker = self.table.responses.get(msgspec.json.decode(raw))
+        try:
+            name = msgspec.json.decode(raw)
+        except msgspec.DecodeError:
+            return ""  # bytes that are no text: the engine's to refuse
+        maker = self.table.responses.get(name)
         return maker if maker and any(member.id == maker for member in entry.members) else ""

@@ -342,6 +342,8 @@ class Stream:
 
     def _see(self, event: bytes) -> None:
         """Look at one event: does it end the stream, does it tell a failure, what does it count?"""
+        if not self._carrying and event.startswith(sse.BOM):
+            event = event[len(sse.BOM) :]  # a stream may begin with it, and every client passes over it
         if self._ends_done:
             if b"[DONE]" in event and ends_stream(event, self._ends):
                 self._complete()

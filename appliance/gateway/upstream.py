@@ -237,7 +237,7 @@ class Upstream:
     def request_head(self, method: bytes, target: bytes, fields: bytes, length: int, now: float) -> bytes:
         """The head of a request for this endpoint. `fields` are header lines, each with its CRLF; `length` -1: no body.
 
-        Raises UpstreamFailed when the endpoint's key cannot be read.
+        Raises UpstreamFailed when the endpoint's key cannot be read, Refusal when that is for want of descriptors.
         """
         key = self._key_field
         if self.endpoint.api_key_file:
@@ -257,6 +257,8 @@ class Upstream:
                 with open(self.endpoint.api_key_file, "rb") as file:
                     key = file.read(4096).strip()
             except OSError as error:
+                if error.errno in _OURS:
+                    raise _exhausted(error) from None
                 raise UpstreamFailed("refused", f"cannot read {where}: {error.strerror}") from None
             if not key or not _is_key(key):
                 raise UpstreamFailed("refused", f"{where} must hold one key: a line of visible characters")

@@ -96,7 +96,7 @@ class Tally:
         if len(body) <= _SMALL_BYTES:
             try:
                 usage = _answer.decode(body).usage
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, RecursionError):
                 usage = None
             if usage is not None:
                 self._add(usage)

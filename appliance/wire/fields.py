@@ -100,10 +100,13 @@ def _without_long(body: bytes) -> tuple[bytes, list[tuple[int, int]]]:
     """The body with `0` in place of its long values, and the cuts: where each was made, and how many bytes it took.
 
     The same bytes may stand elsewhere too, where taking them out would join what they kept apart. So a cut counts only
-    if the decoder then finds the `0` where it had found the value.
+    if the decoder then finds the `0` where it had found the value. Raises Unclear.
     """
     cuts: list[tuple[int, int]] = []
-    long = _long.decode(body)
+    try:
+        long = _long.decode(body)
+    except RecursionError:  # whoever decoded it before stood less deep
+        raise Unclear("it is nested too deeply") from None
     for name in ("messages", "prompt", "input"):
         value = bytes(getattr(long, name))
         if len(value) <= LONG_BYTES:

@@ -15,6 +15,7 @@ KEPT_EDGE_BYTES = 131072
 """Of an event larger than four times this only the first and the last part are kept for looking at: a generated picture
 may be megabytes, and what is looked for (type, usage, error) stands at its edges."""
 
+BOM = b"\xef\xbb\xbf"
 PING = b": ping\n\n"
 """A comment, which every client ignores: keeps proxies and load balancers from ending a silent stream."""
 
