@@ -85,13 +85,21 @@ class FakeStore:
         await self._work()
         return tuple(each for each in self.rows if node is None or each.node == node)
 
-    async def cordon(self, node: str, by: str, at: float, detail: str = "") -> bool:
+    async def cordon(self, node: str, by: str, at: float) -> bool:
         await self._work()
         made = node not in self.cordoned
         self.cordoned.setdefault(node, Cordon(node, at, by))
         return made
 
-    async def uncordon(self, node: str, by: str, at: float, detail: str = "") -> bool:
+    async def drain(self, node: str, by: str, at: float) -> bool:
+        await self.cordon(node, by, at)
+        begun = self.cordoned[node].drained_at is None
+        if begun:
+            self.cordoned[node] = attrs.evolve(self.cordoned[node], drained_at=at)
+            self.lines.append((by, "drain", node, ""))
+        return begun
+
+    async def uncordon(self, node: str, by: str, at: float) -> bool:
         await self._work()
         return self.cordoned.pop(node, None) is not None
 

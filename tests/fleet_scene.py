@@ -137,7 +137,7 @@ class Scene:
                 self.world.expect(agent.name, self.now)
             self.part(agent.name)
         for name, since in self.cordons.items():
-            self.world.cordon(name) if since is None else self.world.drain(name, self.now)
+            self.world.cordon(name) if since is None else self.world.drain(name, since)
 
     def configure(self, *models: Model) -> None:
         self.models = models

@@ -127,11 +127,8 @@ class ScenePlane:
         return done
 
     async def drain(self, node: str, by: str) -> bool:
-        fresh = self.world.nodes[node].draining_since is None
-        if fresh:
-            await self.store.cordon(node, by, time.time())
-            await self.store.audit(by, "drain", node, "", time.time())
-            self.world.drain(node, time.monotonic())
+        fresh = await self.store.drain(node, by, time.time())
+        self.world.drain(node, time.monotonic())
         return fresh
 
     async def scale(self, model: str, replicas: int | None, by: str) -> None:

@@ -111,7 +111,7 @@ def test_explain_names_every_node_and_why() -> None:
     why = scene.fleet.explain("llama", scene.now)
     reasons = {each.candidate: each.reason for each in why.rejections}
     assert reasons["a"] == "it is cordoned"
-    assert reasons["b"] == "it is being drained"
+    assert reasons["b"] == "it is drained"
     assert reasons["c"] == "it has been lost for 20 s"
     assert reasons["d"] == "it has been unreachable for 10 s"
     assert reasons["e"].startswith("it needs 3 GPUs")
@@ -119,7 +119,7 @@ def test_explain_names_every_node_and_why() -> None:
     scene.part("e")
     scene.tick(3)
     assert scene.fleet.explain("llama", scene.now).rejections[4].reason == "its agent is not connected, for 3 s"
-    assert why.missing.startswith("no node has room for it: a: it is cordoned; b: it is being drained;")
+    assert why.missing.startswith("no node has room for it: a: it is cordoned; b: it is drained;")
     assert why.missing.endswith("and 2 more reasons")
 
 

@@ -64,7 +64,7 @@ def scribbled(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (newer, "is of a newer version (7, this program knows 1): run the newer program, or put a backup"),
+        (newer, "is of a newer version (7, this program knows 2): run the newer program, or put a backup"),
         (foreign, "is another program's; set store.url to a file of its own"),
         (
             lambda file: file.write_text("hello, this is a text and no database at all" * 100),
@@ -154,9 +154,9 @@ async def test_a_full_disk_fails_what_was_asked_and_leaves_nothing_of_it(tmp_pat
         database._writer.execute(f"PRAGMA max_page_count = {pages + 2}")
 
         def fill(connection: sqlite3.Connection) -> None:
-            connection.execute("INSERT INTO cordons VALUES ('before', 0, '')")
+            connection.execute("INSERT INTO cordons (node, at, by) VALUES ('before', 0, '')")
             for number in range(1000):
-                connection.execute("INSERT INTO cordons VALUES (?, 0, ?)", (f"{number}", "x" * 500))
+                connection.execute("INSERT INTO cordons (node, at, by) VALUES (?, 0, ?)", (f"{number}", "x" * 500))
 
         with pytest.raises(StoreFailed) as failed:
             await database.write(fill)
@@ -192,7 +192,7 @@ async def test_a_write_that_has_begun_is_finished_and_one_that_waits_is_dropped(
     begun, let_go = threading.Event(), threading.Event()
 
     def slowly(connection: sqlite3.Connection) -> None:
-        connection.execute("INSERT INTO cordons VALUES ('begun', 0, '')")
+        connection.execute("INSERT INTO cordons (node, at, by) VALUES ('begun', 0, '')")
         begun.set()
         assert let_go.wait(10)
 

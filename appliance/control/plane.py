@@ -33,6 +33,7 @@ from appliance.facts.endpoint import Endpoint
 from appliance.facts.errors import Refusal
 from appliance.facts.settings import Settings
 from appliance.nursery.news import News
+from appliance.rules.fleet.expiry import drained_since
 from appliance.rules.fleet.reconcile import Fleet
 from appliance.rules.fleet.world import World
 from appliance.store.failed import StoreFailed
@@ -99,8 +100,12 @@ class Plane:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> NoReturn:
         """Decide for ever. Started once it knows what operators decided before. Raises StoreFailed where that cannot be
         read: without cordons and certificates it would do what somebody forbade."""
-        for node in await self.store.cordons():
-            self.world.cordon(node)
+        for node, cordon in (await self.store.cordons()).items():
+            if cordon.drained_at is None:
+                self.world.cordon(node)
+            else:
+                grace_s = self.settings.control.drain_grace_s
+                self.world.drain(node, drained_since(cordon.drained_at, self._wall(), self._now(), grace_s))
         self.attendance.compare(await self.store.certificates())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._loop.run, name="control: loop")
@@ -182,17 +187,13 @@ class Plane:
         return gone
 
     async def drain(self, node: str, by: str) -> bool:
-        """Cordon `node`, and have what runs there replaced elsewhere and stopped. False: that was going on. The cordon
-        outlives this process, the drain does not. Raises StoreFailed."""
-        there = self.world.nodes.get(node)
-        if there is not None and there.draining_since is not None:
-            return False
+        """Cordon `node`, and have what runs there replaced elsewhere and stopped, over restarts. False: that was going
+        on. Raises StoreFailed."""
         with _both():
-            await self.store.cordon(node, by, self._wall(), "to drain it")
-            await self.store.audit(by, "drain", node, "", self._wall())
+            begun = await self.store.drain(node, by, self._wall())
             self.world.drain(node, self._now())
             self.wake()
-        return True
+        return begun
 
     async def scale(self, model: str, replicas: int | None, by: str) -> None:
         """Run so many replicas whatever the load and the limits of scaling, until the next start; None: by demand

@@ -7,11 +7,13 @@ from attrs import frozen
 
 @frozen
 class Cordon:
-    """Nothing new may go to this node. `by` is who said so."""
+    """Nothing new may go to this node. `by` is who said so. `drained_at`: since then what runs there is to go elsewhere
+    (None: it may stay)."""
 
     node: str
     at: float
     by: str
+    drained_at: float | None = None
 
 
 @frozen

@@ -46,29 +46,37 @@ class Store:
         """By node."""
 
         def look(connection: sqlite3.Connection) -> dict[str, Cordon]:
-            rows = connection.execute("SELECT node, at, by FROM cordons ORDER BY node")
-            return {node: Cordon(node, at, by) for node, at, by in rows}
+            rows = connection.execute("SELECT node, at, by, drained_at FROM cordons ORDER BY node")
+            return {row[0]: Cordon(*row) for row in rows}
 
         return await self._database.read(look)
 
-    async def cordon(self, node: str, by: str, at: float, detail: str = "") -> bool:
+    async def cordon(self, node: str, by: str, at: float) -> bool:
         """Let nothing new go to `node`. False: it was cordoned before, by whoever it says; that is not changed."""
+        return await self._database.write(lambda connection: _cordon(connection, node, by, at, ""))
+
+    async def drain(self, node: str, by: str, at: float) -> bool:
+        """Cordon `node`, and have what runs there go elsewhere from now on. False: that was so before, and since when
+        is not changed."""
 
         def work(connection: sqlite3.Connection) -> bool:
-            made = connection.execute("INSERT OR IGNORE INTO cordons VALUES (?, ?, ?)", (node, at, by)).rowcount > 0
-            if made:
-                _note(connection, by, "cordon", node, detail, at)
-            return made
+            _cordon(connection, node, by, at, "to drain it")
+            begun = connection.execute(
+                "UPDATE cordons SET drained_at = ?2 WHERE node = ?1 AND drained_at IS NULL", (node, at)
+            ).rowcount
+            if begun:
+                _note(connection, by, "drain", node, "", at)
+            return begun > 0
 
         return await self._database.write(work)
 
-    async def uncordon(self, node: str, by: str, at: float, detail: str = "") -> bool:
-        """Take a cordon back. False: there was none."""
+    async def uncordon(self, node: str, by: str, at: float) -> bool:
+        """Take a cordon back, and with it a drain. False: there was none."""
 
         def work(connection: sqlite3.Connection) -> bool:
             gone = connection.execute("DELETE FROM cordons WHERE node = ?", (node,)).rowcount > 0
             if gone:
-                _note(connection, by, "uncordon", node, detail, at)
+                _note(connection, by, "uncordon", node, "", at)
             return gone
 
         return await self._database.write(work)
@@ -107,7 +115,8 @@ class Store:
         return await self._database.write(work)
 
     async def revoke(self, node: str, by: str, at: float) -> tuple[Certificate, ...]:
-        """Revoke every certificate of `node` and its open join tokens; those certificates that were good until now."""
+        """Revoke every certificate of `node` and its open join tokens; those certificates that were good until now. A
+        cordon goes too: a machine that joins under the name later is another one."""
 
         def work(connection: sqlite3.Connection) -> tuple[Certificate, ...]:
             rows = connection.execute(
@@ -118,9 +127,11 @@ class Store:
             void = connection.execute(
                 "UPDATE join_tokens SET used_at = ?2 WHERE node = ?1 AND used_at IS NULL", (node, at)
             ).rowcount
+            cordoned = connection.execute("DELETE FROM cordons WHERE node = ?", (node,)).rowcount
             revoked = tuple(Certificate(*row) for row in rows)
-            if revoked or void:
+            if revoked or void or cordoned:
                 taken = [f"serial {each.serial}" for each in revoked] + ["an open join token"] * bool(void)
+                taken += ["its cordon"] * bool(cordoned)
                 _note(connection, by, "revoke node", node, ", ".join(taken), at)
             return revoked
 
@@ -202,6 +213,13 @@ class Store:
             return tuple(Entry(*row) for row in rows)
 
         return await self._database.read(look)
+
+
+def _cordon(connection: sqlite3.Connection, node: str, by: str, at: float, detail: str) -> bool:
+    made = connection.execute("INSERT OR IGNORE INTO cordons (node, at, by) VALUES (?, ?, ?)", (node, at, by)).rowcount
+    if made:
+        _note(connection, by, "cordon", node, detail, at)
+    return made > 0
 
 
 def _keep(connection: sqlite3.Connection, certificate: Certificate) -> None:

@@ -8,6 +8,17 @@ from appliance.facts.control import ControlSettings
 from appliance.rules.fleet.world import World
 
 
+def drained_since(drained_at: float, wall: float, now: float, grace_s: float) -> float:
+    """When a drain began by our clock that another run of the control plane was asked for at `drained_at`, where `wall`
+    is the time of day. What is left of its grace is left to it.
+
+    One whose grace has gone by meanwhile has all of it again: nobody was there to find a place for what runs on the
+    node. So has one that began in the future, since the clock was set.
+    """
+    gone_s = wall - drained_at
+    return now - gone_s if 0 <= gone_s < grace_s else now
+
+
 def expire(world: World, settings: ControlSettings, now: float) -> float:
     """Take note of nodes that were silent for too long, and say when the next one will have been."""
     quiet_s = settings.unreachable_after_s

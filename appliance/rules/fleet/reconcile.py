@@ -305,7 +305,7 @@ class Fleet:
         for at_least in (True, False):
             for name, count in missing.items():
                 self._place(self.models[name], self.teams[name], count, at_least, now, rng)
-        self._tell_drained()
+        self._tell_drained(now)
 
     def _leave(self, leave: Leave, team: Team, now: float) -> None:
         placed = leave.placed
@@ -383,10 +383,13 @@ class Fleet:
             self._plan.rooms.set(spot_of(node))
         return fits
 
-    def _tell_drained(self) -> None:
+    def _tell_drained(self, now: float) -> None:
         for name, node in self.world.nodes.items():
             if node.draining_since is None:
                 self._drained.discard(name)
             elif name not in self._drained and node.state == "ready" and not any(shards_on(node)):
                 self._drained.add(name)
                 self.world.tell("info", "node_drained", node=name)
+                # Why nothing goes there is another reason from now on.
+                self._explained.update(dict.fromkeys(self.unplaced, -math.inf))
+                self._due = now if self.unplaced else self._due

@@ -80,5 +80,5 @@ def why_not(node: Node, now: float | None = None) -> str:
     if not node.connected:
         return f"its agent is not connected{f', for {now - node.parted_at:.0f} s' if now is not None else ''}"
     if node.draining_since is not None:
-        return "it is being drained"
+        return "it is being drained" if any(shards_on(node)) else "it is drained"
     return "it is cordoned" if node.cordoned else ""

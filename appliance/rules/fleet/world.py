@@ -131,10 +131,11 @@ class World:
         self._draining.pop(name, None)
         self._mark(name)
 
-    def drain(self, name: str, now: float) -> None:
-        """Cordon it, and have what runs there replaced elsewhere and stopped. A second call changes nothing."""
+    def drain(self, name: str, since: float) -> None:
+        """Cordon it, and have what runs there replaced elsewhere and stopped; its grace counts from `since`. A second
+        call changes nothing."""
         self._cordoned.add(name)
-        self._draining.setdefault(name, now)
+        self._draining.setdefault(name, since)
         self._mark(name)
 
     def forget(self, name: str, now: float) -> None:

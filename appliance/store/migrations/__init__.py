@@ -5,6 +5,6 @@ A new one is a new file and a line here; its number, counted from 1, is the vers
 
 from __future__ import annotations
 
-from . import m0001_decisions
+from . import m0001_decisions, m0002_drains
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (m0001_decisions.STATEMENTS,)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (m0001_decisions.STATEMENTS, m0002_drains.STATEMENTS)
