@@ -28,6 +28,7 @@ EVENTS = [(b"content-type", b"text/event-stream")]
 
 class Site:
     draining = False
+    carried = False
 
     def __init__(self, work: Work) -> None:
         self._work = work

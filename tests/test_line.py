@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import select
 import socket
@@ -517,3 +518,37 @@ def test_a_poller_knows_its_lines() -> None:
     line.close()
     far.close()
     poller.close()
+
+
+async def test_a_number_used_again_gets_no_news_of_the_socket_that_had_it() -> None:
+    """In one round of the poller, whoever is told first closes the other's socket and makes a new one of its number."""
+    async with polling() as poller:
+        pairs = [socket.socketpair() for _ in range(2)]
+        lines = [Line(near, poller) for near, _ in pairs]
+        fresh: list[Line] = []
+        kept: list[socket.socket] = []
+
+        def replace(line: Line) -> None:
+            if not fresh:
+                line.close()
+                ends = sorted(socket.socketpair(), key=lambda end: end.fileno() != line.fd)
+                if ends[0].fileno() != line.fd:
+                    os.dup2(ends[0].fileno(), line.fd)
+                    ends[0].close()
+                    ends[0] = socket.socket(fileno=line.fd)
+                kept.append(ends[1])
+                fresh.append(Line(ends[0], poller))
+
+        lines[0].on_news = lambda: replace(lines[1])
+        lines[1].on_news = lambda: replace(lines[0])
+        await until(lambda: not any(line.readable and line.try_recv() is not None for line in lines))
+        for _, far in pairs:
+            far.close()
+        await until(lambda: fresh)
+        assert not fresh[0].hung_up
+        assert len(poller) == 2
+        kept[0].close()
+        await until(lambda: fresh[0].hung_up)
+        for line in (*lines, *fresh):
+            line.close()
+        assert len(poller) == 0

@@ -42,6 +42,7 @@ class MetricsSite:
         not_ready: Callable[[], Refusal | None],
         draining: Callable[[], bool],
     ) -> None:
+        self.carried = False
         self.draining = False  # of this listener: it answers until the process ends
         self._render = render
         self._not_ready = not_ready

@@ -53,6 +53,7 @@ class AdminSite:
         nursery: trio.Nursery,
         handover: HandOver | None = None,
     ) -> None:
+        self.carried = False
         self.draining = False  # of this listener: it answers until the process ends, or another one takes over
         self._handover = handover
         self._prepare = prepare

@@ -18,6 +18,7 @@ from typing import NoReturn
 import structlog
 import trio
 
+from ..nursery.carried import Carried
 from ..nursery.sleeper import Cut, Sleeper
 from ..wire.line import Line, Poller, keep_alive_probes
 from ..wire.tls import TlsLine
@@ -139,7 +140,7 @@ class Listeners:
                 nursery.start_soon(self._serve, sock, _peer(address), name="connection")
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
-        sleeper = Sleeper()
+        sleeper = Carried() if self.site.carried else Sleeper()
         line: Line | None = None
         self._sleepers.add(sleeper)
         try:
@@ -155,7 +156,7 @@ class Listeners:
             connection = Connection(line, sleeper, peer, self.site, self.limits, self.buffers)
             self.connections.add(connection)
             try:
-                await connection.serve()
+                await sleeper.run(connection.serve())
             finally:
                 self.connections.discard(connection)
         except (OSError, ssl.SSLError, Cut):

@@ -59,6 +59,8 @@ class Site(Protocol):
     """What is served on a connection."""
 
     draining: bool
+    carried: bool
+    """Whether `answer` pauses (`nursery/carried`), and so uses Trio only after a checkpoint or a sleep."""
 
     def admit(self, head: RequestHead, reply: HttpReply, peer: str) -> object:
         """Look at the head before any of the body is read; what is returned is handed to `answer`. Raises Refusal."""
@@ -104,14 +106,15 @@ class Connection:
     async def serve(self) -> None:
         """Never raises but for Trio's cancellation."""
         line, sleeper = self.line, self._sleeper
-        requests = 0
+        requests = 0  # since the last pause
         try:
             while True:
                 if not self._buffer:
                     keepalive_s = IDLE_AT_STOP_S if self.site.draining else self.limits.keepalive_s
                     sleeper.arm(time.monotonic() + keepalive_s, "keepalive_s")
                     while (data := line.try_recv()) is None:
-                        await sleeper.sleep()
+                        await sleeper.pause()
+                        requests = 0
                     if not data:
                         return
                     self._buffer = data

@@ -39,6 +39,8 @@ class Door:
     are expanded is counted in `buffers`, like the bodies themselves.
     """
 
+    carried = True
+
     def __init__(self, gateway: Gateway, buffers: Buffers) -> None:
         self.gateway = gateway
         self.draining = False
@@ -109,6 +111,7 @@ class Door:
                 await self._answer(plan, head, body, reply)
 
     async def _answer(self, plan: Found, head: RequestHead, body: bytes, reply: HttpReply) -> None:
+        await trio.lowlevel.checkpoint()  # at home from here on: some of these open a nursery
         match plan.kind:
             case Kind.STORED:
                 await self._stored(plan, head, body, reply)

@@ -96,7 +96,7 @@ class Exchange:
             data: bytes | None = early
             try:
                 while not data and (data := line.try_recv()) is None:
-                    await sleeper.sleep()
+                    await sleeper.pause()
             except OSError as error:
                 raise lost(error, reused=reused) from None
             head, rest = whole_head(data, to_head_request=bare) or await read_head(

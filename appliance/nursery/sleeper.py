@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
-from typing import NoReturn, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable
+from typing import Any, NoReturn, TypeVar
 
 import outcome
 import trio
@@ -56,7 +56,8 @@ class _News(outcome.Outcome[None]):
         return await agen.asend(None)
 
 
-_NEWS = _News()
+NEWS = _News()
+"""What a wake hands to a task."""
 
 
 class Sleeper:
@@ -98,7 +99,7 @@ class Sleeper:
         task = self._task
         if task is not None:
             self._task = None
-            trio.lowlevel.reschedule(task, _NEWS)
+            trio.lowlevel.reschedule(task, NEWS)
 
     def cut(self, reason: Cut) -> None:
         """End the present or the next sleep by raising `reason` there. The first reason stands."""
@@ -130,6 +131,19 @@ class Sleeper:
         self.due = math.inf
         if isinstance(self._cut, DeadlinePassed):
             self._cut = None
+
+    # -- what `Carried` does otherwise: a coroutine that pauses is carried on by whoever has news for it ---------------
+
+    pause = sleep
+    """A `sleep` after which the caller may find itself in the poller, and must not use Trio but through a sleep."""
+    carry_on = wake
+    """There is news. Not to be called by what may run in a carried coroutine: that one calls `wake`."""
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
+        """What the task of this sleeper awaits, once."""
+        return coroutine
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _abandoned(self, _: object) -> trio.lowlevel.Abort:
         self._task = None

@@ -2,9 +2,9 @@
 
 Trio's `wait_readable` arms and disarms a socket for every wait. Here a socket is registered once for its life, with all
 events, edge-triggered; the poller task waits (through Trio) on the epoll set itself and, per event, sets two flags on
-the line and either wakes the task that uses it or calls `on_news` right there. The second is what carries streams:
-while both sides are calm, an event goes from the engine's socket to the client's inside the poller
-(`gateway/stream.py`), and no task is woken for it.
+the line and either tells the sleeper of the task that uses it or calls `on_news` right there. No task is woken for what
+is usual: a short request is carried on inside the poller (`nursery/carried.py`), and so are streams while both sides
+are calm, from the engine's socket to the client's (`gateway/stream.py`).
 
 Small sends are corked while many sockets have news at a time: what the tasks and pumps of one round produce leaves
 together at its end. On a two-core virtual machine a send to a sleeping peer costs 20 microseconds, nearly all of it for
@@ -48,18 +48,23 @@ class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._lines: dict[int, Line] = {}
+        self._newcomers: dict[int, Line] = {}
+        self._in_round = False
         self._postponed: list[Line] = []
         self.corked = False
         self.outbox: list[Line] = []
 
     def add(self, line: Line) -> None:
-        self._lines[line.fd] = line
+        # The number may be that of a socket closed in this round, whose last news are still to come in it.
+        (self._newcomers if self._in_round else self._lines)[line.fd] = line
         self._epoll.register(line.fd, _EVENTS)
 
     def remove(self, line: Line) -> None:
-        """Forget a line. Must come before its socket is closed: the number may be reused within the same batch."""
-        if self._lines.pop(line.fd, None) is not None:
-            self._epoll.unregister(line.fd)
+        """Forget a line. Must come before its socket is closed: the number may be reused within the same round."""
+        for lines in (self._newcomers, self._lines):
+            if lines.get(line.fd) is line:
+                del lines[line.fd]
+                self._epoll.unregister(line.fd)
 
     def postpone(self, line: Line) -> None:
         """Call the line's `on_news` again in the next round: it stopped before its socket was empty, so that others get
@@ -67,7 +72,7 @@ class Poller:
         self._postponed.append(line)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._lines) + len(self._newcomers)
 
     async def run(self) -> NoReturn:
         poll, lines, fd = self._epoll.poll, self._lines, self._epoll.fileno()
@@ -82,10 +87,15 @@ class Poller:
                 await trio.lowlevel.wait_readable(fd)
             round_ = poll(0)
             self.corked = len(round_) >= CORK_FROM
+            self._in_round = True
             for number, events in round_:
                 watched = lines.get(number)
                 if watched is not None:
                     watched.news(events)
+            self._in_round = False
+            if self._newcomers:
+                lines.update(self._newcomers)
+                self._newcomers.clear()
             if self.corked:
                 await self._uncork()
 
@@ -113,9 +123,9 @@ class Poller:
 class Line:
     """One non-blocking stream socket (TCP or Unix). Whoever made it closes it.
 
-    `sleeper` is the task to wake on news; `on_news`, where set, is called instead, inside the poller: it must neither
-    block nor raise. `hung_up` tells that the peer has closed its side (a FIN, a reset, an error); what it sent before
-    may still be read. `on_hang_up` is called once, before the wake, when that is first seen.
+    `sleeper` is told of news; `on_news`, where set, is called instead, inside the poller: it must neither block nor
+    raise. `hung_up` tells that the peer has closed its side (a FIN, a reset, an error); what it sent before may still
+    be read. `on_hang_up` is called once, before the news, when that is first seen.
     """
 
     __slots__ = (
@@ -164,7 +174,7 @@ class Line:
         if self.on_news is not None:
             self.on_news()
         elif self.sleeper is not None:
-            self.sleeper.wake()
+            self.sleeper.carry_on()
 
     # -- without waiting ---------------------------------------------------------------------------------------------
 
