@@ -53,6 +53,12 @@ class AnnouncedGroups:
                 await nursery.start(self.groups.run, name="find groups")
                 task_status.started()
 
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings, as far as they need no restart."""
+        if not self._scope.cancel_called:  # else another process looks for groups, by its own settings
+            self.groups.configure(settings.groups)
+            self._say()
+
     def end(self) -> None:
         """Look for nothing more: another process does. What was found goes on serving here."""
         self._scope.cancel()

@@ -315,6 +315,10 @@ class Router:
         self.gateway.configure(settings)
         self._follow()
         self._configure(settings, context)
+        self.door.permits = client_gate(loaded)
+        self.tools.configure(settings.groups)
+        if self.groups is not None:
+            self.groups.configure(settings)
         if self.control is not None:
             self.control.configure(settings)
         log.info("configuration reloaded", changed=",".join(live) or "nothing")

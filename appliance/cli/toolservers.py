@@ -29,14 +29,19 @@ class ToolServers:
     ) -> None:
         self.running = 0
         """Requests at /mcp that are being answered: a stop waits for them."""
-        # No origins: pages of the router's own, under its address, are let in without being named.
-        self._settings = McpSettings(settings.mcp_naming, settings.tools_ttl_s, settings.mcp_timeout_s)
+        self._settings = _settings_of(settings)
         self._sources = sources
         self._status = status
         self._opening = trio.Lock()
         self._nursery: trio.Nursery | None = None
         self._merge: Merge | None = None
         self._endpoint: Endpoint | None = None
+
+    def configure(self, settings: GroupsSettings) -> None:
+        """Take changed settings."""
+        self._settings = _settings_of(settings)
+        if self._merge is not None:
+            self._merge.configure(self._settings)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> NoReturn:
         """Hold what the first request opens, until cancelled; sessions at tool servers end with it."""
@@ -86,6 +91,11 @@ class ToolServers:
             self._merge = merge
             task_status.started(Endpoint(merge))
             await trio.sleep_forever()
+
+
+def _settings_of(settings: GroupsSettings) -> McpSettings:
+    # No origins: pages of the router's own, under its address, are let in without being named.
+    return McpSettings(settings.mcp_naming, settings.tools_ttl_s, settings.mcp_timeout_s)
 
 
 def _load() -> None:

@@ -74,56 +74,44 @@ class GroupsSettings:
             "Who may announce: local (the networks of this machine), networks, addresses, beginnings of addresses.",
             form="source",
             minimum=1,
-            live=False,
         ),
     )
     discover_peers: bool = field(
         default=True, metadata=about("Watch the daemons that watched ones name, too.", live=False)
     )
     poll_interval_s: float = field(
-        default=10.0, metadata=about("Time between two readings of a daemon where no event comes.", above=0, live=False)
+        default=10.0, metadata=about("Time between two readings of a daemon where no event comes.", above=0)
     )
     probe_interval_s: float = field(
-        default=5.0, metadata=about("Time between two probes of a group's endpoint.", above=0, live=False)
+        default=5.0, metadata=about("Time between two probes of a group's endpoint.", above=0)
     )
-    probe_timeout_s: float = field(default=3.0, metadata=about("What one probe may take.", above=0, live=False))
+    probe_timeout_s: float = field(default=3.0, metadata=about("What one probe may take.", above=0))
     probe_fresh_s: float = field(
         default=0.0,
-        metadata=about(
-            "Age at which a good probe counts no more; 0: three intervals and a timeout.", minimum=0, live=False
-        ),
+        metadata=about("Age at which a good probe counts no more; 0: three intervals and a timeout.", minimum=0),
     )
     probe_promote_s: float = field(
         default=0.0,
-        metadata=about("Time after which a better address is tried again; 0: six intervals.", minimum=0, live=False),
+        metadata=about("Time after which a better address is tried again; 0: six intervals.", minimum=0),
     )
     serving_timeout_s: float = field(
-        default=1800.0, metadata=about("total_s of requests to announced groups.", above=0, live=False)
+        default=1800.0, metadata=about("total_s of requests to announced groups.", above=0)
     )
     model_wait_s: float = field(
         default=0.0,
-        metadata=about(
-            "How long a request waits for a model that a group served before and does not now.", minimum=0, live=False
-        ),
+        metadata=about("How long a request waits for a model that a group served before and does not now.", minimum=0),
     )
     model_ttl_s: float = field(
         default=3600.0,
-        metadata=about(
-            "Time after which a group that cannot serve, or a silent daemon, is not shown.", above=0, live=False
-        ),
+        metadata=about("Time after which a group that cannot serve, or a silent daemon, is not shown.", above=0),
     )
-    mcp_timeout_s: float = field(
-        default=180.0, metadata=about("What one call of a tool may take.", above=0, live=False)
-    )
-    tools_ttl_s: float = field(
-        default=60.0, metadata=about("How long a group's list of tools is believed.", above=0, live=False)
-    )
+    mcp_timeout_s: float = field(default=180.0, metadata=about("What one call of a tool may take.", above=0))
+    tools_ttl_s: float = field(default=60.0, metadata=about("How long a group's list of tools is believed.", above=0))
     mcp_naming: str = field(
         default="prefix",
         metadata=about(
             "Names of tools: prefix is group__tool, flat each name once with an argument __group.",
             choices=NAMINGS,
-            live=False,
         ),
     )
 

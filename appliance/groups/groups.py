@@ -107,11 +107,28 @@ class Groups:
         self._published = Published()
         self._nursery: trio.Nursery | None = None
         self._watches: dict[Daemon, trio.CancelScope] = {}
+        self._watching: dict[Daemon, Watch] = {}
         self._probers: dict[str, Prober] = {}
         self._faults: set[str] = set()
         self._pace = Pace()
         self._lines = Allowance()
         self._due = trio.Event()
+
+    def configure(self, settings: GroupsSettings) -> None:
+        """Take changed settings: times, and who may announce. The others stay as they were made. Daemons that are not
+        allowed any more are let go of at once, groups that are due for a probe now are probed now."""
+        if settings == self.settings:
+            return
+        if settings.allowed_sources != self.settings.allowed_sources:
+            self._sources = Sources(settings.allowed_sources)
+            self._reception.allow(self._sources)
+            self.daemons.allow(self._sources, self._networks())
+        self.settings = settings
+        for prober in self._probers.values():
+            prober.news.set()
+        for watch in self._watching.values():
+            watch.look()
+        self._settle()
 
     # -- for whoever routes ------------------------------------------------------------------------------------------
 
@@ -216,14 +233,20 @@ class Groups:
         raise AssertionError("it ends only by cancellation")
 
     async def _watch(self, daemon: Daemon, scope: trio.CancelScope) -> None:
-        with scope:
-            while True:
-                await trio.lowlevel.checkpoint_if_cancelled()
-                try:
-                    await Watch(daemon, self.settings.poll_interval_s, self._pace, self._took, self._lost).run()
-                except Exception as fault:
-                    self._survive(f"daemon {daemon.address}", fault)
-                await trio.sleep(PAUSE_S)
+        watch = self._watching[daemon] = Watch(
+            daemon, lambda: self.settings.poll_interval_s, self._pace, self._took, self._lost
+        )
+        try:
+            with scope:
+                while True:
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                    try:
+                        await watch.run()
+                    except Exception as fault:
+                        self._survive(f"daemon {daemon.address}", fault)
+                    await trio.sleep(PAUSE_S)
+        finally:
+            del self._watching[daemon]
 
     async def _probe(self, name: str, prober: Prober) -> None:
         """Probe one group for ever: at once when daemons say something new of it, else at its interval."""

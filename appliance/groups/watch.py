@@ -28,13 +28,13 @@ GATHER_S = 0.2
 
 
 class Watch:
-    """The task of one daemon. `took` gets each document and answers whether the daemon is what it was taken for;
-    `lost` gets what went wrong."""
+    """The task of one daemon, which is read every `poll_s` seconds at least. `took` gets each document and answers
+    whether the daemon is what it was taken for; `lost` gets what went wrong."""
 
     def __init__(
         self,
         daemon: Daemon,
-        poll_s: float,
+        poll_s: Callable[[], float],
         pace: Pace,
         took: Callable[[Daemon, View], bool],
         lost: Callable[[Daemon, str], None],
@@ -46,6 +46,10 @@ class Watch:
         self._lost = lost
         self._news = trio.Event()
         self.reads = 0
+
+    def look(self) -> None:
+        """Read again now."""
+        self._news.set()
 
     async def run(self) -> NoReturn:
         """Watch for ever. The owner cancels it."""
@@ -61,7 +65,7 @@ class Watch:
         """Read again and again, until that fails."""
         while True:
             read_at = trio.current_time()
-            with trio.move_on_after(self._poll_s):
+            with trio.move_on_after(self._poll_s()):
                 await self._news.wait()
             await trio.sleep_until(read_at + GATHER_S)
             self._news = trio.Event()  # what comes from now on is about something that this reading may miss

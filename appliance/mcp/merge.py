@@ -85,6 +85,13 @@ class Merge:
         """By whether it is for another router: that one gets nothing that we have from routers ourselves."""
         self._told_dropped: frozenset[Dropped] = frozenset()
 
+    def configure(self, settings: McpSettings) -> None:
+        """Take changed settings: calls and lists that are under way keep theirs."""
+        self.settings = settings
+        self._merged.clear()
+        for one in self._watched.values():
+            one.upstream.configure(settings)
+
     async def listing(self, *, to_router: bool = False) -> Sequence[Mapping[str, object]]:
         """The tools of all groups whose lists can be had in time, ours first. Fresh lists are not asked for again.
         `to_router`: another router asks. It is not waited for its own list while it waits for ours."""

@@ -100,6 +100,9 @@ class Upstream:
         self._session: Session | None = None
         self._replying = 0
 
+    def configure(self, settings: McpSettings) -> None:
+        self._settings = settings
+
     @property
     def era(self) -> str:
         """For operators: the version that is spoken with it, "bare" for none, "unknown" before the first greeting."""

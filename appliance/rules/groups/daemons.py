@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ...facts.groups import PeerRow, Told, View
 from .reception import Heard
-from .sources import Network, Sources, host_port, ranked
+from .sources import Network, Sources, host_of, host_port, ranked
 
 MOST_WATCHED = 256
 """Daemons besides the seeds. Without a key anybody on an allowed network can announce as many as he likes."""
@@ -79,6 +79,18 @@ class Daemons:
                         if peer.alive and peer.node_id and addresses:
                             told = self._know(peer.node_id, addresses, now) or told
         return told
+
+    def allow(self, sources: Sources, own: Sequence[Network]) -> None:
+        """Whose addresses count from now on. Of daemons that announced themselves, or were named by others, only those
+        addresses stay; seeds are the operator's."""
+        self._sources = sources
+        for daemon in self:
+            if not daemon.seed:
+                passed = [address for address in daemon.addresses if sources.allow(host_of(address), own)]
+                if daemon.address not in passed:
+                    self.all.remove(daemon)
+                else:
+                    daemon.addresses = passed
 
     def forget(self, now: float, ttl_s: float) -> None:
         """Let go of those that nobody has heard of for `ttl_s`; seeds stay."""

@@ -54,6 +54,10 @@ class Reception:
         self._once = Once()
         self._boots: dict[str, dict[str, int]] = {}
 
+    def allow(self, sources: Sources) -> None:
+        """Who may announce from now on."""
+        self._sources = sources
+
     def too_large(self, source: str) -> Told | None:
         return self._tell("announce_oversize", source)
 
