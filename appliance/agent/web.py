@@ -12,6 +12,7 @@ import ipaddress
 import resource
 import socket
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -23,6 +24,7 @@ from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection
 from appliance.agent.events import Board
 from appliance.agent.status import one_group, without_tails
 from appliance.agent.wording import to_json
+from appliance.wire.answered import heard_out, send_answer
 from appliance.wire.asked import read_head
 from appliance.wire.head import BadHead, RequestHead
 
@@ -37,16 +39,8 @@ it is not the one that has been open for longest."""
 MOST_LISTENERS = 128
 """Who holds `/events` open; one more is told to ask for `/status`."""
 
-_JSON = b"application/json"
-_TEXT = b"text/plain; charset=utf-8"
-_REASONS = {
-    200: b"OK",
-    400: b"Bad Request",
-    404: b"Not Found",
-    405: b"Method Not Allowed",
-    426: b"Upgrade Required",
-    503: b"Busy",
-}
+_JSON = "application/json"
+_TEXT = "text/plain; charset=utf-8"
 _PATHS = ("/status", "/events", "/metrics", "/healthz")
 
 Render = Callable[[str], tuple[bytes, str]]
@@ -109,21 +103,20 @@ class Site:
         if path not in _PATHS:
             await _send(stream, 404, _JSON, _error(f"here are {', '.join(_PATHS)}"))
         elif head.method not in (b"GET", b"HEAD"):
-            await _send(stream, 405, _JSON, _error(f"{path} takes GET, HEAD"), (b"allow: GET, HEAD",))
+            await _send(stream, 405, _JSON, _error(f"{path} takes GET, HEAD"), (("allow", "GET, HEAD"),))
         elif path == "/events":
             await self._events(stream, head, received)
         else:
             body, content_type = self._body(path, head, _is_loopback(stream))
             await _send(stream, 200, content_type, body, with_body=head.method == b"GET")
 
-    def _body(self, path: str, head: RequestHead, own: bool) -> tuple[bytes, bytes]:
+    def _body(self, path: str, head: RequestHead, own: bool) -> tuple[bytes, str]:
         if path == "/healthz":
             return b"ok\n", _TEXT
         if path == "/metrics":
             if self._render is None:
                 self._render = self._make_render()
-            text, content_type = self._render(head.by_name.get(b"accept", b"").decode("latin-1"))
-            return text, content_type.encode()
+            return self._render(head.by_name.get(b"accept", b"").decode("latin-1"))
         whole = self._board.read()
         asked = parse_qs(head.query.decode("latin-1")).get("group")
         if asked:
@@ -132,7 +125,7 @@ class Site:
 
     async def _events(self, stream: trio.SocketStream, head: RequestHead, received: bytes) -> None:
         if head.by_name.get(b"upgrade", b"").lower() != b"websocket" or b"sec-websocket-key" not in head.by_name:
-            fields = (b"upgrade: websocket",)
+            fields = (("upgrade", "websocket"),)
             await _send(stream, 426, _JSON, _error("/events is a WebSocket; /status is the document"), fields)
             return
         if self._listeners >= min(MOST_LISTENERS, self._most):
@@ -203,26 +196,14 @@ def _without_tails(event: dict[str, Any]) -> dict[str, Any]:
 async def _send(
     stream: trio.SocketStream,
     status: int,
-    content_type: bytes,
+    content_type: str,
     body: bytes,
-    fields: Iterable[bytes] = (),
+    fields: Iterable[tuple[str, str]] = (),
     *,
     with_body: bool = True,
 ) -> None:
-    head = [
-        b"HTTP/1.1 %d %s" % (status, _REASONS.get(status, b"Refused")),
-        b"content-type: " + content_type,
-        b"content-length: %d" % len(body),
-        b"cache-control: no-store",
-        b"connection: close",
-        *fields,
-    ]
-    with trio.fail_after(WRITE_S):
-        await stream.send_all(b"\r\n".join(head) + b"\r\n\r\n" + (body if with_body else b""))
-        await stream.send_eof()
-        # Until the client has closed: closing first, with bytes unread, would reset what is still on its way.
-        while await stream.receive_some(65536):
-            continue
+    part = partial(heard_out, stream, WRITE_S)
+    await send_answer(stream, status, content_type, body, fields, with_body=with_body, within_s=WRITE_S, part=part)
 
 
 def _error(message: str) -> bytes:

@@ -18,6 +18,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import msgspec
@@ -29,6 +30,7 @@ from appliance.control.joining import BODY_BYTES, Answer, Joining
 from appliance.control.plane import Plane
 from appliance.control.strangers import Strangers
 from appliance.control.told import Told
+from appliance.wire.answered import heard_out, send_answer
 from appliance.wire.asked import read_head
 from appliance.wire.handshake import holder
 from appliance.wire.head import BadHead, RequestHead, end_of_head
@@ -51,8 +53,6 @@ SLOW_S = 2.0
 
 STRANGER_BYTES = 1 << 20
 """Most of a message from an agent without a certificate: it is read to name the claim in the refusal."""
-
-_REASONS = {200: b"OK", 400: b"Bad Request", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed"}
 
 log = structlog.get_logger("control")
 
@@ -186,21 +186,22 @@ async def _send(
     stream: trio.SSLStream[trio.SocketStream], status: int, answered: Answer, with_body: bool = True
 ) -> None:
     """One answer and the end. The stream is the caller's to close."""
-    status = status or answered.status
-    fields = "".join(f"{name}: {value}\r\n" for name, value in answered.headers).encode("latin-1")
-    head = (
-        b"HTTP/1.1 %d %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n"
-        b"cache-control: no-store\r\n%sconnection: close\r\n\r\n"
-    ) % (status, _REASONS.get(status, b"Refused"), answered.content_type.encode(), len(answered.body), fields)
-    with trio.fail_after(WRITE_S):
-        await stream.send_all(head + (answered.body if with_body else b""))
-    # Until the client has closed: closing first, with bytes unread, would reset what is still on its way.
+    await send_answer(
+        stream,
+        status or answered.status,
+        answered.content_type,
+        answered.body,
+        answered.headers,
+        with_body=with_body,
+        within_s=WRITE_S,
+        part=partial(_part, stream),
+    )
+
+
+async def _part(stream: trio.SSLStream[trio.SocketStream]) -> None:
     with trio.move_on_after(PARTING_S), contextlib.suppress(trio.BrokenResourceError):
         await stream.unwrap()
-    with trio.move_on_after(PARTING_S):
-        await stream.transport_stream.send_eof()
-        while await stream.transport_stream.receive_some(65536):
-            continue
+    await heard_out(stream.transport_stream, PARTING_S)
 
 
 def _error(message: str) -> Answer:
