@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from random import Random
 from typing import Any
 
@@ -238,3 +238,11 @@ async def next_of(link: Link, kind: type) -> Any:
         message: Message = await link.receive()
         if isinstance(message, kind):
             return message
+
+
+async def read_log(scene: Scene, *, follow: bool = True) -> list[tuple[str, ...]]:
+    pieces = []
+    async with aclosing(scene.plane.log("m.abcde", 0, 10, follow)) as log:
+        async for piece in log:
+            pieces.append(piece)
+    return pieces
