@@ -131,10 +131,11 @@ class ScenePlane:
         self.world.drain(node, time.monotonic())
         return fresh
 
-    async def scale(self, model: str, replicas: int | None, by: str) -> None:
+    async def scale(self, model: str, replicas: int | None, by: str) -> str:
         await self.store.audit(by, "scale", model, "by demand" if replicas is None else f"{replicas}", time.time())
         self.fleet.scale(model, replicas, time.monotonic())
         self.act()
+        return ""
 
     async def log(self, replica: str, rank: int, lines: int, follow: bool) -> AsyncGenerator[Sequence[str], None]:
         shard = f"{replica}/{rank}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import structlog.testing
 import trio
 import trio.testing
 
@@ -91,6 +92,30 @@ async def test_scaling_by_hand_is_written_down(autojump_clock: Clock) -> None:
         assert [line[1:] for line in scene.store.lines] == [("scale", "m", "3 replicas"), ("scale", "m", "by demand")]
         with pytest.raises(Refusal, match="no model"):
             await scene.plane.scale("x", 1, "olga")
+
+
+async def test_a_stop_goes_ahead_where_it_cannot_be_noted_and_the_log_has_it(autojump_clock: Clock) -> None:
+    async with control() as scene:
+        scene.store.failed = "the disk is full"
+        with structlog.testing.capture_logs() as logs:
+            assert await scene.plane.scale("m", 0, "olga") == "the disk is full"
+        assert scene.fleet.scaled == [("m", 0)]
+        [line] = [each for each in logs if each["log_level"] == "error"]
+        assert (line["by"], line["action"], line["target"], line["detail"]) == ("olga", "scale", "m", "0 replicas")
+        assert line["reason"] == "the disk is full"
+        scene.store.failed = ""
+        assert await scene.plane.scale("m", None, "olga") == ""
+
+
+async def test_a_stop_waits_for_no_database_that_does_not_answer(autojump_clock: Clock) -> None:
+    async with control() as scene:
+        scene.store.gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(scene.plane.scale, "m", 0, "olga")
+            await trio.testing.wait_all_tasks_blocked()
+            assert scene.fleet.scaled == [("m", 0)], "at once"
+            nursery.cancel_scope.cancel()
+        assert trio.current_time() < 100, "and the client with its question is answered some time"
 
 
 async def test_a_revoked_node_hears_why_and_is_forgotten(autojump_clock: Clock) -> None:

@@ -70,8 +70,8 @@ def add(app: QuartTrio, running: Running) -> None:
         model = placing.known_model(there, name)
         count = _count(verb, asked.args.get("replicas", ""), model)
         log.info(f"{verb} asked for", model=model.name, replicas=count, by_uid=caller())
-        await there.scale(model.name, count, caller_name())
-        return json(placing.scaled(there, model.name, time.monotonic()))
+        unnoted = await there.scale(model.name, count, caller_name())
+        return json(placing.scaled(there, model.name, unnoted))
 
     @app.get("/audit")
     async def audit() -> Response:

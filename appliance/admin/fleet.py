@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
+import structlog
 import trio
 
 from ..facts.errors import Refusal
@@ -25,10 +26,14 @@ from ..rules.fleet.reports import phase, since
 from ..rules.fleet.rooming import shards_on, spot_of
 from ..rules.fleet.world import World
 from ..rules.placement import fit
+from ..store.failed import StoreFailed
+from ..store.rows import Cordon
 from .span import span
 
 if TYPE_CHECKING:
     from ..control.plane import Plane
+
+log = structlog.get_logger("admin")
 
 Document = dict[str, Any]
 NODE_STATES = get_args(NodeState)
@@ -42,7 +47,7 @@ MOST_NAMES = 20
 
 async def nodes(plane: Plane, now: float) -> Document:
     """`/nodes`. `now` is `time.monotonic`, here and below."""
-    cordons = await plane.store.cordons()
+    cordons = await _cordons(plane)
     found = []
     for _, node in sorted(plane.world.nodes.items()):
         found.append(_node(plane, node, cordons, now))
@@ -53,11 +58,21 @@ async def nodes(plane: Plane, now: float) -> Document:
 async def node(plane: Plane, name: str, now: float) -> Document:
     """`/nodes/{name}`. Raises Refusal."""
     known_node(plane, name)
-    cordons = await plane.store.cordons()
+    cordons = await _cordons(plane)
     return _node(plane, known_node(plane, name), cordons, now)
 
 
-def _node(plane: Plane, node: Node, cordons: Mapping[str, Any], now: float) -> Document:
+async def _cordons(plane: Plane) -> Mapping[str, Cordon]:
+    """Who cordoned which node, and when; whether it is cordoned the world knows. An operator must see the nodes when
+    the database fails, so nothing is known then: the attempt to change anything says why."""
+    try:
+        return await plane.store.cordons()
+    except StoreFailed as failed:
+        log.error("who cordoned nodes cannot be read", reason=str(failed))
+        return {}
+
+
+def _node(plane: Plane, node: Node, cordons: Mapping[str, Cordon], now: float) -> Document:
     inventory, taken, cordon = node.inventory, spot_of(node).taken, cordons.get(node.name)
     shards = list(shards_on(node))
     grace_s = plane.fleet.settings.drain_grace_s

@@ -160,10 +160,12 @@ def known_model(plane: Plane, name: str) -> Model:
     raise Refusal(404, "model_not_placed", f"{unknown('model', name, models)} (only models with profiles are placed)")
 
 
-def scaled(plane: Plane, name: str, now: float) -> Document:
-    """The answer to a start, a stop or a scale: what is wanted now."""
+def scaled(plane: Plane, name: str, unnoted: str) -> Document:
+    """The answer to a start, a stop or a scale: what is wanted now. `unnoted`: why the audit has nothing of it."""
     wanted, because = plane.fleet.wanted(name), plane.fleet.because(name)
     told = [f"{name}: {wanted} replica{'' if wanted == 1 else 's'} wanted now: {because}"]
     if name in plane.fleet.overrides:
         told.append(f"this holds until 'ctl models scale {name} auto' or a restart of the router")
+    if unnoted:
+        told.append(f"it is in the router's log, and not in the audit: {unnoted}")
     return {"model": name, "wanted": wanted, "told": told}

@@ -7,7 +7,8 @@
 
 It keeps no rows about the fleet. Agents register with all that they run, and the world is rebuilt from that; what is in
 the store is what operators decided. Their actions are written there first, with their line in the audit, and then to
-the world; a client of the management API that leaves in between does not part the two.
+the world; a client of the management API that leaves in between does not part the two. What would not outlive this
+process anyway is done first.
 """
 
 from __future__ import annotations
@@ -195,16 +196,27 @@ class Plane:
             self.wake()
         return begun
 
-    async def scale(self, model: str, replicas: int | None, by: str) -> None:
+    async def scale(self, model: str, replicas: int | None, by: str) -> str:
         """Run so many replicas whatever the load and the limits of scaling, until the next start; None: by demand
-        again. Raises Refusal, StoreFailed."""
+        again. Raises Refusal.
+
+        The store keeps no more of it than a line in the audit, and whoever stops a model because the disk is full must
+        not be told to free some room first. So it is done, and where there can be no such line the log has it; why not
+        is returned, "" where it was noted.
+        """
         if model not in self.fleet.models:
             raise Refusal(404, "model_not_found", f"{model[:100]} is no model with a profile")
-        with _both():
-            detail = "by demand" if replicas is None else f"{replicas} replicas"
-            await self.store.audit(by, "scale", model, detail, self._wall())
-            self.fleet.scale(model, replicas, self._now())
-            self.wake()
+        self.fleet.scale(model, replicas, self._now())
+        self.wake()
+        detail = "by demand" if replicas is None else f"{replicas} replicas"
+        try:
+            with _both():
+                await self.store.audit(by, "scale", model, detail, self._wall())
+        except StoreFailed as failed:
+            told = {"by": by, "action": "scale", "target": model, "detail": detail, "reason": str(failed)}
+            log.error("an operator's word is not in the audit", **told)
+            return str(failed)
+        return ""
 
     async def revoke(self, node: str, by: str) -> list[str]:
         """Take `node` out of the cluster: its certificates are revoked and its connection ends. The serials of those
