@@ -43,8 +43,8 @@ async def test_a_full_disk_stops_no_model_from_being_stopped_and_is_named(tmp_pa
             fill(filler)
 
             wrong = (
-                f"appliance: the database {made.control.state}/appliance.db cannot be written, because the disk is full;"
-                " free some room and do it again\n"
+                f"appliance: the database {made.control.state}/appliance.db cannot be written,"
+                " because the disk is full; free some room and do it again\n"
             )
             for words in (("cordon", "a"), ("drain", "a", "--no-wait"), ("node", "add", "b"), ("node", "revoke", "a")):
                 assert await made.control.run("ctl", *words, status=1) == wrong, words

@@ -271,6 +271,8 @@ def test_any_cluster_takes_any_catalog_as_it_must(
         assert placed == Rooms(now.values()).place(model, avoid=avoid)
         if expected is None:
             assert placed is None
+            told = rooms.explain(model, avoid=avoid)
+            assert rooms.why_nowhere(model, 3, avoid) == (told[:3], len(told))
         else:
             assert placed is not None and placed.profile == expected
             is_sound(expected, placed, here, taken)

@@ -45,6 +45,10 @@ EXPLAIN_S = 5.0
 """How old the reason may be for which a model has no place, when a pass finds none again: it costs a look at all
 nodes."""
 
+EXPLAINED = 16
+"""How many reasons that are older than that one pass renews; the next ones follow at once. Two hundred models without a
+place would hold up the requests of the others, which are served in the same thread."""
+
 ROUNDS = 4
 """A pass whose decisions make others possible is followed by another one at once, up to so many."""
 
@@ -69,6 +73,8 @@ class Fleet:
         self.overrides: dict[str, int] = {}
         self.unplaced: dict[str, str] = {}
         self._explained: dict[str, float] = {}
+        self._explains = 0
+        self._ending = False
         self.teams: dict[str, Team] = {}
         self._plan = Plan()
         self._seen = -1
@@ -280,6 +286,8 @@ class Fleet:
 
     def _act(self, now: float, rng: Random) -> None:
         self._due = math.inf
+        self._explains = EXPLAINED
+        self._ending = any(placed.stage != "running" for placed in self.world.replicas.values())
         missing: dict[str, int] = {}
         for name in self.models:
             team = self.teams.get(name)
@@ -320,6 +328,7 @@ class Fleet:
         else:
             self.world.give_up(placed, leave.reason, now)
         team.ending.append(placed)
+        self._ending = True
 
     def _recover(self, name: str, team: Team, now: float) -> None:
         """A model may forget its failures once all that is wanted has served for a while. One replica that never
@@ -361,16 +370,17 @@ class Fleet:
                 team.serving.discard(old.placed.id)
                 return
         before = self.unplaced.get(model.name)
-        if any(placed.stage != "running" for placed in self.world.replicas.values()):
+        if self._ending:
             self.unplaced[model.name] = before or ""
-        elif not before or now >= self._explained[model.name] + EXPLAIN_S:
-            reason = telling.summary(self._plan.rooms.explain(model, avoid=self.history.shunned(model.name)))
+        elif not before or (self._explains > 0 and now >= self._explained[model.name] + EXPLAIN_S):
+            self._explains -= 1
+            reason = telling.nowhere(self._plan.rooms, model, self.history.shunned(model.name))
             self.unplaced[model.name], self._explained[model.name] = reason, now
             if not before:
                 wanted = self.wanted(model.name)
                 self.world.tell("warning", "no_place", model=model.name, wanted=wanted, reason=reason)
         elif now > self._explained[model.name]:  # not in the very pass that found the reason
-            self._due = min(self._due, self._explained[model.name] + EXPLAIN_S)
+            self._due = min(self._due, max(now, self._explained[model.name] + EXPLAIN_S))
 
     def _fits_without(self, model: Model, placed: Placed) -> bool:
         """Whether one more would have a place if `placed` were gone."""

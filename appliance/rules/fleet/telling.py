@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import attrs
 
+from appliance.facts.catalog import Model
 from appliance.rules.fleet.actions import Why
 from appliance.rules.fleet.keeping import Team, places
 from appliance.rules.fleet.members import Placed
 from appliance.rules.fleet.reports import phase, since
 from appliance.rules.fleet.rooming import spot_of
 from appliance.rules.placement.rooms import Rooms
-from appliance.rules.placement.spots import Rejection
 
 if TYPE_CHECKING:
     from appliance.rules.fleet.reconcile import Fleet
@@ -84,16 +84,17 @@ def why_no_replacement(fleet: Fleet, name: str, team: Team, now: float) -> str:
     return _missing(fleet, name, now) or "there was no time to start one"
 
 
-def summary(rejections: Sequence[Rejection]) -> str:
-    """The first few reasons, and how many there are besides."""
-    if not rejections:
+def nowhere(rooms: Rooms, model: Model, avoid: Collection[str]) -> str:
+    """Why a model fits nowhere: the first few reasons, and how many there are besides."""
+    first, total = rooms.why_nowhere(model, TOLD, avoid)
+    if not first:
         return "there is no node to run it on"
-    several = len({rejection.profile for rejection in rejections}) > 1
+    several = len(model.profiles) > 1
     told = [
         f"{rejection.profile + ' on ' if several else ''}{rejection.candidate}: {rejection.reason}"
-        for rejection in rejections[:TOLD]
+        for rejection in first
     ]
-    rest = len(rejections) - TOLD
+    rest = total - TOLD
     more = [f"and {rest} more reason{'s' if rest > 1 else ''}"] if rest > 0 else []
     return "; ".join(told + more)
 

@@ -22,7 +22,7 @@ MOST_FIELD_BYTES = 4 << 10
 MOST_MODEL_ROW_BYTES = 32 << 10
 MOST_MODELS = 1000
 MOST_MODEL_BYTES = 1 << 20
-"""Of all entries of one engine. What comes after is known by its name alone."""
+"""Of all entries of one engine. What comes after is known by its name alone, as long as those are no more either."""
 
 _ROW = frozenset(
     (
@@ -63,18 +63,23 @@ def document(body: bytes) -> object:
     return found
 
 
-def entries(body: bytes) -> list[Mapping[str, object]]:
-    """An engine's rows of models, those with an id. Raises NotJson."""
+def entries(body: bytes, most_bytes: int = MOST_MODEL_BYTES) -> list[Mapping[str, object]]:
+    """An engine's rows of models, those with an id, of about `most_bytes` in all. Raises NotJson."""
     top = _table(_whole(body)) or {}
     try:
         rows = msgspec.json.decode(top.get("data", b"[]"), type=list[msgspec.Raw])
     except _DROPPED:
         return []
     found: list[Mapping[str, object]] = []
-    left = MOST_MODEL_BYTES
+    left = names_left = most_bytes
     for row in rows[:MOST_MODELS]:
         left -= len(bytes(row))
-        whole = (_value(row, MOST_MODEL_ROW_BYTES) if left >= 0 else None) or _named(row)
+        whole = _value(row, MOST_MODEL_ROW_BYTES) if left >= 0 else None
+        if whole is None:
+            whole = _named(row)
+            names_left -= len(str(whole))
+        if names_left < 0:
+            break
         if isinstance(whole, dict) and isinstance(whole.get("id"), str):
             found.append(whole)
     return found

@@ -11,6 +11,7 @@ the same answers.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 import attrs
 
@@ -101,6 +102,17 @@ class Rooms:
         """
         tried = by_priority(model.profiles if profiles is None else profiles)
         return tuple(rejections(tried, self._rooms, lambda profile: self.find(profile, avoid), avoid))
+
+    def why_nowhere(self, model: Model, most: int, avoid: Collection[str] = ()) -> tuple[tuple[Rejection, ...], int]:
+        """The first `most` of what `explain` says of a model that fits nowhere, and how many there are in all.
+
+        Looks at no more nodes than that takes: a pass asks it for each model without a place, and they may be many.
+        """
+        tried = by_priority(model.profiles)
+        told = rejections(tried, self._rooms, lambda profile: self.find(profile, avoid), avoid)
+        networks = {network for room in self._rooms.values() for network in room.networks}
+        total = sum(len(self._rooms) + (len(networks) if profile.nodes > 1 else 0) for profile in tried)
+        return tuple(islice(told, most)), total
 
     def _on_one(self, profile: Profile, avoid: Collection[str]) -> Placement | None:
         last: tuple[str, str] | None = None
