@@ -44,7 +44,7 @@ def everything() -> dict[str, Any]:
     gateway = Gateway(SETTINGS, poller, random.Random(1))
     now = time.monotonic()
     call = Call(b"id", b"POST", b"/v1/x", Route("chat"), {}, b"", Ask(), "llama", True, Caller(), now)
-    record = Record(call, Sleeper())
+    record = Record.of(call, Sleeper())
     record.tickets += (gateway.gate.ask(gateway.table.entries["llama"], call, Sleeper(), now),)
     record.choices += (choose(gateway.table.entries["llama"], gateway.policy, now, gateway.rng)[1],)
     record.attempts += (Attempt("a", REFUSED),)

@@ -52,7 +52,7 @@ def opened(gateway: Gateway, model: str = "llama", *, stream: bool = False) -> R
     """A request that has just arrived."""
     route, now = Route("chat"), time.monotonic()
     call = Call(b"req-1", b"POST", b"/v1/x", route, {}, b"{}" * 50, Ask(), model, stream, Caller(), now)
-    record = Record(call, Sleeper())
+    record = Record.of(call, Sleeper())
     gateway.books.open(record)
     return record
 

@@ -79,7 +79,7 @@ def begun(ratio: float, headers: dict[bytes, bytes], seed: int = 1) -> tuple[Tra
     call = Call(
         b"id", b"POST", b"/v1/chat/completions", Route("chat"), headers, b"", Ask(), "llama", False, Caller(), 1.0
     )
-    record = Record(call, Sleeper())
+    record = Record.of(call, Sleeper())
     record.trace = tracer.begin(call)
     return tracer, record
 

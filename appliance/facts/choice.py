@@ -14,7 +14,7 @@ FILTERS = ("ready", "draining", "breaker", "fresh", "tried", "pinned", "pool", "
 """Names of the filters as `Choice.drops` spells them."""
 
 
-class Choice(msgspec.Struct, frozen=True, gc=False):
+class Choice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One pass of the pipeline, kept as it was computed and put into words only when somebody asks (`tell`).
 
     A msgspec struct and not an attrs class: one is made for every request, and a frozen attrs class of this width costs

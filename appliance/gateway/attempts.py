@@ -15,7 +15,7 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-import attrs
+import msgspec
 
 from ..facts.call import Call
 from ..facts.choice import ANSWER, CLIENT_LEFT, CLOSED, DEADLINE, ERROR_EVENT, Attempt, Choice, Outcome
@@ -251,7 +251,7 @@ class Attempts(Roster):
             return self.promises
         known = self._other_promises.get(total_s)
         if known is None:
-            known = self._other_promises[total_s] = attrs.evolve(self.promises, total_s=total_s)
+            known = self._other_promises[total_s] = msgspec.structs.replace(self.promises, total_s=total_s)
         return known
 
     def _let_go(self, errand: Errand, member: Member, exchange: Exchange, outcome: Outcome) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import attrs
+import msgspec
 
 from ..facts.settings import Deadlines
 
 
-@attrs.frozen
-class Promises:
+class Promises(msgspec.Struct, frozen=True, array_like=True):
     """The deadlines of an exchange, in seconds; `stream_total_s` 0: none. `sse_ping_before_first_token` sends comments
     to a client that waits for its first event, so that its answer has a status before the engine's is known."""
 

@@ -22,10 +22,11 @@ from ..rules.scheduling.table import Change, Entry
 from ..wire.line import Poller
 from ..wire.via import goes_round
 from .attempts import Attempts, Ended
+from .books import Books
 from .errand import Errand
 from .errors import error_event
 from .promises import Promises
-from .record import CLIENT_LEFT, Books, Record
+from .record import CLIENT_LEFT, Record
 from .relay import ping_while_silent, tell_waiting
 from .reply import ClientLeft, Reply
 from .waking import worth_asking
@@ -63,7 +64,7 @@ class Gateway(Attempts):
         Raises Refusal while nothing was sent, ClientLeft when there is nobody left to answer; otherwise the reply has
         been ended or given up.
         """
-        record = Record(call, reply.sleeper)
+        record = Record.of(call, reply.sleeper)
         self.books.open(record)
         if self.tracer is not None:
             record.trace = self.tracer.begin(call)

@@ -45,31 +45,25 @@ _RESPONSE_ID = re.compile(rb'"id": ?"(resp[A-Za-z0-9_\-]{1,200})"')
 _raw = json.JSONDecoder()
 
 
-class Tally:
+class Tally(msgspec.Struct, array_like=True, eq=False, gc=False):
     """Counts one answer. Times are in seconds of `time.monotonic`, 0.0 while nothing has come.
 
     `wants_id` asks for the id of a stored response, which `answer_id` then holds: later requests name it.
     `whole` tells that the answer came to its end, so that what was reported last is what it used.
     """
 
-    __slots__ = (
-        "answer_id", "cached_tokens", "completion_tokens", "content_events", "events", "first_content_at",
-        "last_content_at", "prompt_tokens", "reasoning_tokens", "reported", "wants_id", "whole",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.answer_id = ""
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.content_events = 0
-        self.events = 0
-        self.first_content_at = 0.0
-        self.last_content_at = 0.0
-        self.prompt_tokens = 0
-        self.reasoning_tokens = 0
-        self.reported = False
-        self.wants_id = False
-        self.whole = False
+    answer_id: str = ""
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    content_events: int = 0
+    events: int = 0
+    first_content_at: float = 0.0
+    last_content_at: float = 0.0
+    prompt_tokens: int = 0
+    reasoning_tokens: int = 0
+    reported: bool = False
+    wants_id: bool = False
+    whole: bool = False
 
     def event(self, event: bytes, now: float) -> None:
         """Count one event of a stream."""

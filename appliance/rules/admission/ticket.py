@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import attrs
+import msgspec
 
 from appliance.facts.errors import Refusal
 
@@ -39,43 +40,47 @@ class Explanation:
     ceiling: float
 
 
-class Ticket:
+class Ticket(msgspec.Struct, array_like=True, eq=False):
     """One request in admission. Made by the caller, and after `Admission.ask` changed by `Admission` alone.
 
     `tenant` is whose turn it takes, `work` its estimated tokens (see `estimates`; at least 1 is charged), which is read
     when a ticket that waited gets its place, so that the caller may fill it in once the ticket does wait. `waiter` is
     the caller's own: whatever it needs to wake the task that waits, never touched here.
+
+    A msgspec struct, since one is made for every request. Each is like no other but itself.
     """
 
-    __slots__ = (
-        "ahead", "asked_at", "band", "blocker", "ceiling", "expires_at", "left_queue_at", "load", "model", "number",
-        "pool", "proven_at", "rank", "refusal", "rotation", "saturation", "sent_at", "share", "state", "tenant",
-        "waiter", "work",
-    )  # fmt: skip
-
-    def __init__(self, model: str, band: str, tenant: str = "", work: int = 1, waiter: object = None) -> None:
-        self.model = model
-        self.band = band
-        self.tenant = tenant
-        self.work = work
-        self.waiter = waiter
-        self.ahead = 0  # waiters of its model in its own and higher bands when it came
-        self.asked_at = 0.0
-        self.blocker: Blocker = ""
-        self.ceiling = 0.0
-        self.expires_at = 0.0
-        self.left_queue_at = 0.0
-        self.load: Load | None = None  # where its lease is booked, later where it runs
-        self.number = 0  # order of arrival among those that waited
-        self.pool = ""  # the pool it was let in for; the choice of an endpoint begins there
-        self.proven_at = 0.0  # when it was known to run, not just to have been sent
-        self.rank = 0  # of its band: 0 is the highest
-        self.refusal: Refusal | None = None
-        self.rotation: Rotation | None = None  # where its turn was charged; None for one that did not wait
-        self.saturation = 0.0
-        self.sent_at = 0.0  # when it went to its present endpoint
-        self.share = 0.0  # its tenant's account after that charge
-        self.state: State = "new"
+    model: str
+    band: str
+    tenant: str = ""
+    work: int = 1
+    waiter: object = None
+    ahead: int = 0
+    """Waiters of its model in its own and higher bands when it came."""
+    asked_at: float = 0.0
+    blocker: Blocker = ""
+    ceiling: float = 0.0
+    expires_at: float = 0.0
+    left_queue_at: float = 0.0
+    load: Load | None = None
+    """Where its lease is booked, later where it runs."""
+    number: int = 0
+    """Order of arrival among those that waited."""
+    pool: str = ""
+    """The pool it was let in for; the choice of an endpoint begins there."""
+    proven_at: float = 0.0
+    """When it was known to run, not just to have been sent."""
+    rank: int = 0
+    """Of its band: 0 is the highest."""
+    refusal: Refusal | None = None
+    rotation: Rotation | None = None
+    """Where its turn was charged; None for one that did not wait."""
+    saturation: float = 0.0
+    sent_at: float = 0.0
+    """When it went to its present endpoint."""
+    share: float = 0.0
+    """Its tenant's account after that charge."""
+    state: State = "new"
 
     def wait_s(self, now: float) -> float:
         """Seconds in the queue, up to `now` while it is still there."""
