@@ -122,10 +122,10 @@ async def test_every_key_about_the_fleet_is_named(tmp_path: Path) -> None:
         shown = [
             nodes,
             await fleet.changed(played, "a", "drain", True, now),
-            fleet.replicas(played, now),
+            await fleet.replicas(played, now),
             placing.placement(played, "huge", now),
             placing.placement(played, "llama", now),
-            placing.scaled(played, "llama", now),
+            placing.scaled(played, "llama", ""),
             {"fleet": fleet.summary(played, now), "replicas": placing.of_model(played, "llama", now)},
             await fleet.audit(played, 10),
         ]

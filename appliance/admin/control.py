@@ -58,7 +58,7 @@ def add(app: QuartTrio, running: Running) -> None:
 
     @app.get("/replicas")
     async def replicas() -> Response:
-        return json(fleet.replicas(plane(), time.monotonic()))
+        return json(await fleet.replicas(plane(), time.monotonic()))
 
     @app.get("/placement/<any_text:name>")
     async def placement(name: str) -> Response:

@@ -194,14 +194,19 @@ def _follows(node: Document, verb: str) -> Iterator[str]:
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
-def replicas(plane: Plane, now: float) -> Document:
+async def replicas(plane: Plane, now: float) -> Document:
     """`/replicas`: those that exist, and how many are missing of which model, and why."""
-    world = plane.world
-    return {
-        "replicas": [_replica(world, placed, now) for _, placed in sorted(world.replicas.items())],
-        "missing": list(missing(plane, now)),
-        "settling_s": settling_s(plane, now),
-    }
+    found = []
+    for _, placed in sorted(plane.world.replicas.items()):
+        found.append(_replica(plane.world, placed, now))
+        await trio.lowlevel.checkpoint()  # as for nodes: a tenth of a millisecond each, and streams must go on
+    return {"replicas": found, "missing": list(missing(plane, now)), "settling_s": settling_s(plane, now)}
+
+
+def replicas_of(plane: Plane, model: str, now: float) -> list[Document]:
+    """Those of one model."""
+    mine = [placed for placed in plane.world.replicas.values() if placed.model == model]
+    return [_replica(plane.world, placed, now) for placed in sorted(mine, key=lambda placed: placed.id)]
 
 
 def missing(plane: Plane, now: float, model: str = "") -> Iterator[Document]:
@@ -333,10 +338,22 @@ def replica_states(plane: Plane) -> dict[str, dict[str, int]]:
     """Of each model that is placed: how many replicas are in which state. `ready` is always there."""
     found: dict[str, dict[str, int]] = {name: {"ready": 0} for name in sorted(plane.fleet.models)}
     for placed in plane.world.replicas.values():
-        states = found.setdefault(placed.model, {"ready": 0})
-        state = phase(plane.world, placed)
-        states[state] = states.get(state, 0) + 1
+        _count(plane.world, placed, found.setdefault(placed.model, {"ready": 0}))
     return found
+
+
+def states_of(plane: Plane, model: str) -> dict[str, int]:
+    """The same of one model."""
+    found = {"ready": 0}
+    for placed in plane.world.replicas.values():
+        if placed.model == model:
+            _count(plane.world, placed, found)
+    return found
+
+
+def _count(world: World, placed: Placed, states: dict[str, int]) -> None:
+    state = phase(world, placed)
+    states[state] = states.get(state, 0) + 1
 
 
 def troubles(plane: Plane, now: float) -> list[str]:

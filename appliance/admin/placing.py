@@ -15,7 +15,7 @@ from ..rules.fleet.rooming import spot_of
 from ..rules.placement import fit
 from ..rules.placement.rooms import Rooms, by_priority
 from ..rules.placement.spots import Placement
-from .fleet import Document, failures, missing, replica_states, replicas, unknown
+from .fleet import Document, failures, missing, replicas_of, states_of, unknown
 
 if TYPE_CHECKING:
     from ..control.plane import Plane
@@ -35,7 +35,7 @@ def of_model(plane: Plane, name: str, now: float) -> Document | None:
         "because": why.because,
         "why": _why(plane, why, now),
         "again_s": why.retry_in_s or None,
-        "states": replica_states(plane)[name],
+        "states": states_of(plane, name),
     }
 
 
@@ -64,7 +64,7 @@ def placement(plane: Plane, name: str, now: float) -> Document:
         "wanted_because": why.because,
         "ready": why.serving,
         "starting": why.starting,
-        "replicas": [each for each in replicas(plane, now)["replicas"] if each["model"] == model.name],
+        "replicas": replicas_of(plane, model.name, now),
         "missing": [{**each, "reason": _short(plane, each)} for each in missing(plane, now, model.name)],
         "failures": failures(why, now),
         "profiles": [
