@@ -25,7 +25,7 @@ import attrs
 import trio
 
 from appliance.cli.config import Loaded, load
-from appliance.cli.serve import Router
+from appliance.cli.router import Router
 from appliance.nursery.sleeper import sweep_once
 from tests.fake_engine import FakeEngine
 from tests.raw_client import WITHIN_S, Answer, Client

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, os, socket, sys, trio
 from http.client import HTTPConnection
 from appliance.cli.config import load
-from appliance.cli.serve import Router
+from appliance.cli.router import Router
 
 def read():
     return load(None, os.environ)

@@ -415,7 +415,7 @@ def test_the_tree_of_nurseries(running: Router) -> None:
     shown = json.dumps(tree)
     assert SECRET not in shown and PROMPT not in shown and "in-the-tree" not in shown
     paths = set(paths_of(tree))
-    root = "<init>/appliance.cli.serve.Router.run"
+    root = "<init>/appliance.cli.router.Router.run"
     for name in (
         "signals",
         "poller",

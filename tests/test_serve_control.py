@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from appliance.cli.config import load
-from appliance.cli.serve import Router
+from appliance.cli.router import Router
 from appliance.cli.startfailed import StartFailed
 from appliance.control import pki
 from appliance.control.plane import Plane
@@ -73,7 +73,7 @@ def test_a_router_without_profiles_imports_nothing_of_it(tmp_path: Path) -> None
     program = """
 import json, os, sys
 from appliance.cli.config import load
-from appliance.cli.serve import Router
+from appliance.cli.router import Router
 def read():
     return load(None, os.environ, arguments={"server.listen": ["127.0.0.1:0"]})
 router = Router(read(), read)

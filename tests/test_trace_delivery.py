@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.cli.config import Loaded, load
-from appliance.cli.serve import Router, StartFailed
+from appliance.cli.router import Router
+from appliance.cli.startfailed import StartFailed
 from appliance.gateway import trace
 from appliance.gateway.otlp import collector_of, header_lines
 from tests.collector import collector, rejecting
@@ -266,7 +267,7 @@ def test_nothing_of_it_is_imported_while_it_is_off(tmp_path: Path) -> None:
     code = """
 import sys
 from appliance.cli.config import load
-from appliance.cli.serve import Router
+from appliance.cli.router import Router
 Router(load(None, {"STATE_DIRECTORY": "/nowhere", "RUNTIME_DIRECTORY": "/nowhere"}), None)
 wanted = ("opentelemetry", "google.protobuf", "appliance.gateway.trace", "appliance.gateway.spans")
 print([name for name in sys.modules if name.startswith(wanted)])

@@ -1,15 +1,14 @@
 """`appliance agent`: what runs on every node with hardware.
 
-ground
-|- signals        SIGTERM or SIGINT: the agent ends, engines stay; SIGHUP: reload
-|- watchdog       where a supervisor wants to hear that the loop still turns
-'- agent          all the rest (`agent_tree.py`)
+signals           SIGTERM or SIGINT: the agent ends, engines stay; SIGHUP: reload
+'- ground
+   |- watchdog    where a supervisor wants to hear that the loop still turns
+   '- agent       all the rest (`agent_tree.py`)
 """
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 
 import click
@@ -25,6 +24,7 @@ from .agent_register import register
 from .agent_tree import AgentTree, place
 from .config import ConfigError, Loaded, changes, keep_fixed, load
 from .listening import raise_open_files
+from .signals import heeded
 from .startfailed import StartFailed
 from .supervisor import Supervisor
 
@@ -100,45 +100,32 @@ class Agent:
         self.settings = loaded.settings
         self.tree = AgentTree(loaded.settings)
         self._read = read
-        self._runs = False
-        self._reload_asked = False
         self._supervisor = supervisor or Supervisor()
+        self._all = trio.CancelScope()
 
     async def run(self) -> None:
         """Run until a signal ends it. Raises StartFailed."""
         failed: StartFailed | None = None
-        async with trio.open_nursery() as ground:
-            await ground.start(self._handle_signals, ground.cancel_scope, name="signals")
-            try:
-                await ground.start(self.tree.run, name="agent")
-            except StartFailed as error:
-                failed = error  # out of a nursery it would come as a group
-                ground.cancel_scope.cancel()
-            else:
-                if self._supervisor.watchdog_s:
-                    ground.start_soon(self._supervisor.watch, name="watchdog")
-                self._supervisor.ready()
-                self._runs = True
-                if self._reload_asked:
-                    self.reload()
+        async with heeded(self._stop, self.reload) as signals:
+            with self._all:
+                async with trio.open_nursery() as ground:
+                    try:
+                        await ground.start(self.tree.run, name="agent")
+                    except StartFailed as error:
+                        failed = error  # out of a nursery it would come as a group
+                        ground.cancel_scope.cancel()
+                    else:
+                        if self._supervisor.watchdog_s:
+                            ground.start_soon(self._supervisor.watch, name="watchdog")
+                        self._supervisor.ready()
+                        signals.begun()
         if failed:
             raise failed
 
-    async def _handle_signals(
-        self, ground: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-            task_status.started()
-            async for number in signals:
-                if number == signal.SIGHUP:
-                    # While it starts it is not reloaded, nor ended: that is what this signal does by itself.
-                    self._reload_asked = True
-                    if self._runs:
-                        self.reload()
-                else:
-                    self._supervisor.stopping()
-                    ground.cancel()
-                    return
+    def _stop(self, times: int) -> None:
+        """It takes less than a second, so that asking once more changes nothing."""
+        self._supervisor.stopping()
+        self._all.cancel()
 
     def reload(self) -> None:
         """Take the configuration as it is now. A bad file changes nothing."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import socket
 import time
 from typing import NoReturn
@@ -37,6 +36,7 @@ from . import logs
 from .announcekey import secret
 from .config import ConfigError, load
 from .listening import address_of, bind_all
+from .signals import heeded
 from .startfailed import StartFailed
 
 LOOK_S = 2.0
@@ -92,14 +92,16 @@ class Registration:
         listen = [address_of(sock) for sock in sockets]
         board = Board(self._look, time.time)
         announcer = Announcer(self._settings.groups, key, self._identity, listen)
-        async with trio.open_nursery() as ground:
-            await ground.start(self._handle_signals, ground.cancel_scope, name="signals")
-            await ground.start(Site(board, self._renderer).serve, sockets, name="http")
-            ground.start_soon(self._follow, board, name="look")
-            if self._settings.groups.enabled and announcer.useful:
-                ground.start_soon(announcer.run, name="announcer")
-            shown = ",".join(f"http://{address}" for address in listen)
-            log.info("registered", version=__version__, group=self._group.group, listen=shown, pid=os.getpid())
+        everything = trio.CancelScope()
+        async with heeded(lambda times: everything.cancel()):
+            with everything:
+                async with trio.open_nursery() as ground:
+                    await ground.start(Site(board, self._renderer).serve, sockets, name="http")
+                    ground.start_soon(self._follow, board, name="look")
+                    if self._settings.groups.enabled and announcer.useful:
+                        ground.start_soon(announcer.run, name="announcer")
+                    shown = ",".join(f"http://{address}" for address in listen)
+                    log.info("registered", version=__version__, group=self._group.group, listen=shown, pid=os.getpid())
         log.info("stopped", group=self._group.group)
 
     def _look(self) -> Seen:
@@ -117,12 +119,3 @@ class Registration:
         from ..agent.measures import renderer
 
         return renderer(self._look)
-
-    async def _handle_signals(
-        self, ground: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            task_status.started()
-            async for _ in signals:
-                ground.cancel()
-                return

@@ -25,7 +25,7 @@ from .listening import address_of
 from .succession import give_way, offer
 
 if TYPE_CHECKING:
-    from .serve import Router
+    from .router import Router
 
 _LIMITS = Limits(head_s=15.0, keepalive_s=75.0, write_stall_s=30.0, max_body_bytes=1 << 20)
 _BUFFER_BYTES = 8 << 20

@@ -10,7 +10,7 @@ from ..admin.handover import Offer
 from ..facts.errors import Refusal
 
 if TYPE_CHECKING:
-    from .serve import Router
+    from .router import Router
 
 log = structlog.get_logger("serve")
 

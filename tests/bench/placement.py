@@ -17,7 +17,7 @@ from collections.abc import Callable
 from random import Random
 from statistics import median
 
-from appliance.cli.serve import GC_THRESHOLDS
+from appliance.cli.router import GC_THRESHOLDS
 from appliance.facts.catalog import Model, Profile
 from appliance.facts.hardware import GIB, Cpus, Disk, Fabric, Gpu, Hindrance, Inventory, Rail
 from appliance.rules.placement.rooms import Rooms
