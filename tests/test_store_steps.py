@@ -1,4 +1,4 @@
-"""Between any two statements of any change the disk may fail or the process be killed: all of it is done, or nothing."""
+"""Before any statement of any change the disk may fail or the process be killed: all of it is done, or nothing."""
 
 from __future__ import annotations
 
