@@ -25,8 +25,9 @@ from appliance.facts.link import Refused, Register
 from appliance.store.papers import Papers, make_folder, put
 from appliance.store.rows import JoinToken
 from appliance.store.store import Store, open_store
+from appliance.wire.calls import call
 from appliance.wire.certificates import new_key, signing_request
-from appliance.wire.link import LinkClosed, call
+from appliance.wire.link import LinkClosed
 from appliance.wire.tls import CONTROL_NAME, link_client_context, link_server_context
 from tests.control_scene import SETTINGS
 

@@ -19,8 +19,10 @@ import trio
 
 from appliance.facts import link as say
 from appliance.store.papers import Papers
-from appliance.wire.link import LinkClosed, LinkRefused, SocketLink, answer, decode, encode, shake_hands
+from appliance.wire.calls import answer, shake_hands
+from appliance.wire.link import LinkClosed, LinkRefused, decode, encode
 from appliance.wire.tls import link_server_context
+from appliance.wire.websocket import SocketLink
 from tests.caller_scene import Line
 
 Mode = Literal["serve", "no handshake", "no upgrade", "teapot"]

@@ -18,8 +18,9 @@ from appliance.control import links, pki
 from appliance.facts.link import Beat, LogLines, Refused, Start, Welcome
 from appliance.store.papers import Papers
 from appliance.wire import link as wire
+from appliance.wire.calls import LINK_PATH
 from appliance.wire.certificates import new_key, signing_request
-from appliance.wire.link import LINK_PATH, Link, LinkClosed, LinkRefused
+from appliance.wire.link import Link, LinkClosed, LinkRefused
 from appliance.wire.tls import link_client_context
 from tests.control_door import DAY_S, Cluster, cluster
 from tests.control_scene import next_of, register, shard

@@ -23,24 +23,22 @@ from appliance.facts.catalog import Profile
 from appliance.facts.link import Beat, LogLines, Register, Start, Stop, Trouble, Welcome
 from appliance.facts.replica import Shard
 from appliance.facts.report import Report
-from appliance.wire import link as wire
 from appliance.wire import messages
+from appliance.wire import websocket as wire
+from appliance.wire.calls import answer, call, shake_hands
 from appliance.wire.link import (
     MAX_MESSAGE_BYTES,
     Link,
     LinkClosed,
     LinkRefused,
     Malformed,
-    SocketLink,
     UnknownMessage,
     Unsendable,
-    answer,
-    call,
     decode,
     encode,
     memory_links,
-    shake_hands,
 )
+from appliance.wire.websocket import SocketLink
 from tests.link_authority import Authority
 
 SHARD = Shard("m.abcde", "m", Profile("p", "sim", gpus_per_node=2), node="node-a", gpus=("G0", "G1"), key="k" * 40)

@@ -36,7 +36,7 @@ MOST_TOLD = 64
 """Reasons that are remembered as told: some hold numbers that are others each time."""
 
 Dial = Callable[[], AbstractAsyncContextManager[Link]]
-"""Opens one connection; raises LinkRefused, NoCertificate. It must bound itself, as `wire.link.call` does."""
+"""Opens one connection; raises LinkRefused, NoCertificate. It must bound itself, as `wire.calls.call` does."""
 
 log = structlog.get_logger("link")
 

@@ -354,7 +354,7 @@ def secured(url: str, credentials: Credentials) -> Dial:
 
     @asynccontextmanager
     async def dial() -> AsyncIterator[Link]:
-        from ..wire.link import call
+        from ..wire.calls import call
         from ..wire.tls import CONTROL_NAME
 
         context = await trio.to_thread.run_sync(credentials.context)

@@ -32,10 +32,12 @@ from appliance.control.strangers import Strangers
 from appliance.control.told import Told
 from appliance.wire.answered import heard_out, send_answer
 from appliance.wire.asked import read_head
+from appliance.wire.calls import LINK_PATH, answer, shake_hands
 from appliance.wire.handshake import holder
 from appliance.wire.head import BadHead, RequestHead, end_of_head
 from appliance.wire.line import keep_alive_probes
-from appliance.wire.link import LINK_PATH, MAX_MESSAGE_BYTES, LinkRefused, SocketLink, answer, shake_hands
+from appliance.wire.link import MAX_MESSAGE_BYTES, LinkRefused
+from appliance.wire.websocket import SocketLink
 
 HANDSHAKE_S = 10.0
 BODY_S = 10.0
