@@ -135,8 +135,18 @@ def test_the_oldest_is_forgotten_and_the_newest_comes_first(monkeypatch: pytest.
     assert [record.request_id for record in kept.recent(9)] == ["req-4", "req-3", "req-2"]
     assert [record.request_id for record in kept.recent(2)] == ["req-4", "req-3"]
     assert kept.find("req-1") is None
-    late = record_of(3)
-    late.code = 201
-    kept.keep(late)
-    found = kept.find("req-3")
+
+
+@pytest.mark.parametrize("unusual", [False, True])
+def test_a_request_is_found_by_its_whole_name_and_the_latest_of_several(unusual: bool) -> None:
+    kept = Archive()
+    for number, code in ((1, 200), (1, 201), (11, 202), (12, 203)):
+        record = record_of(number)
+        record.code = code
+        if unusual:
+            attempted(record)
+        kept.keep(record)
+    found = kept.find("req-1")
     assert found is not None and found.code == 201
+    assert kept.find("req-") is kept.find("llama") is None
+    assert len(kept.recent(9)) == 4

@@ -23,7 +23,7 @@ import trio
 from appliance.door.connection import Connection
 from appliance.door.reply import HttpReply
 from appliance.facts.call import Call
-from appliance.gateway.record import KEPT_RECORDS
+from appliance.gateway.archive import KEPT_RECORDS
 from tests.engines import sim_engine
 from tests.fake_engine import fake_engine, says
 from tests.processes import until

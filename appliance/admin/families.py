@@ -2,7 +2,7 @@
 
 Everything is read from the objects that the road acts on, at the moment of a scrape: a model or an endpoint that is
 gone has no series, without anybody having removed them. Label values come from names that the configuration or an
-endpoint gave; what clients make up is counted as "unknown" where it is counted (`gateway/record.py`).
+endpoint gave; what clients make up is counted as "unknown" where it is counted (`gateway/books.py`).
 """
 
 from __future__ import annotations
