@@ -183,7 +183,8 @@ def test_what_is_in_flight_beyond_a_batch_waits_whatever_an_old_sample_says() ->
     member = Member(Endpoint("a", "10.0.0.1", 1, capacity=4))
     load(member, 6)
     member.hear(Sample(0.0, 4, 0), 1.0)
-    assert scorers.queue([member]) == [pytest.approx(0.6)]
+    queue, _, _ = scorers.by_load([member])
+    assert queue == [pytest.approx(0.6)]
 
 
 def test_an_old_sample_is_forgotten_after_a_long_silence() -> None:
@@ -477,10 +478,10 @@ def test_scorers_stay_in_bounds_and_follow_load(states: list[tuple[int, int]]) -
         member = Member(Endpoint(str(index), "10.0.0.1", 1, capacity=capacity))
         load(member, in_flight)
         members.append(member)
-    scores = scorers.inflight(members)
+    queue, kv, scores = scorers.by_load(members)
     loads = [member.in_flight * member.per_slot for member in members]
     order = sorted(range(len(members)), key=loads.__getitem__)
     assert scores[order[0]] == 1.0
     assert all(scores[one] >= scores[other] for one, other in pairwise(order))
-    for score in (*scores, *scorers.queue(members), *scorers.kv(members)):
+    for score in (*scores, *queue, *kv):
         assert 0.0 <= score <= 1.0

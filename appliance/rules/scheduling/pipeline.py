@@ -96,9 +96,7 @@ def choose(
     if not members or pool is None:
         return None, Choice(entry.name, "", "", (), drops, (), [], -1, (), "off", 0, 0, ())
 
-    queue = scorers.queue(members)
-    kv = scorers.kv(members)
-    inflight = scorers.inflight(members)
+    queue, kv, inflight = scorers.by_load(members)
     wq = policy.queue
     wk = policy.kv
     wi = policy.inflight

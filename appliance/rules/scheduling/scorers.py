@@ -33,31 +33,28 @@ kept more than half of the prompts it knew."""
 GUARDED_PENALTY = 0.25
 
 
-def queue(members: Sequence[Member]) -> list[float]:
-    """1.0 with nothing waiting, 0.0 from `QUEUE_LIMIT` waiting requests on. What is in flight beyond a known batch
-    counts as waiting: the endpoint's own report is a scrape old."""
-    scores = []
+def by_load(members: Sequence[Member]) -> tuple[list[float], list[float], list[float]]:
+    """The scores `queue`, `kv` and `inflight`, which every choice is made by, in one pass over the candidates.
+
+    `queue`: 1.0 with nothing waiting, 0.0 from `QUEUE_LIMIT` waiting requests on. What is in flight beyond a known
+    batch counts as waiting: the endpoint's own report is a scrape old. `kv`: the share of the KV cache that is free;
+    0.5 where it is not published. `inflight`: 1.0 for the least loaded candidate, less for others by their distance to
+    it, counted in batches.
+    """
+    queue = []
+    kv = []
+    loads = []
     for member in members:
+        busy = member.in_flight + member.foreign
         waiting = member.waiting
         batch = member.batch
-        if batch:
-            beyond = member.in_flight + member.foreign - batch
-            if beyond > waiting:
-                waiting = beyond
-        scores.append(1.0 - waiting / QUEUE_LIMIT if waiting < QUEUE_LIMIT else 0.0)
-    return scores
-
-
-def kv(members: Sequence[Member]) -> list[float]:
-    """The share of the KV cache that is free; 0.5 where it is not published."""
-    return [member.kv_free for member in members]
-
-
-def inflight(members: Sequence[Member]) -> list[float]:
-    """1.0 for the least loaded candidate, less for others by their distance to it, counted in batches."""
-    loads = [(member.in_flight + member.foreign) * member.per_slot for member in members]
+        if batch and busy - batch > waiting:
+            waiting = busy - batch
+        queue.append(1.0 - waiting / QUEUE_LIMIT if waiting < QUEUE_LIMIT else 0.0)
+        kv.append(member.kv_free)
+        loads.append(busy * member.per_slot)
     least = min(loads)
-    return [SOFTENING / (SOFTENING + (load - least)) for load in loads]
+    return queue, kv, [SOFTENING / (SOFTENING + (load - least)) for load in loads]
 
 
 def prefix(
