@@ -15,7 +15,7 @@ import attrs
 import pytest
 import trio
 
-from appliance.agent import process, ready, shard, wording
+from appliance.agent import planning, process, ready, shard, wording
 from appliance.agent.logs import LINE_CHARS, tail
 from appliance.facts.catalog import Profile
 from appliance.facts.launch import HttpReady
@@ -93,7 +93,7 @@ async def test_a_drain_ends_in_its_time_whatever_the_clock_says(place: Scene, mo
 async def test_a_disk_that_does_not_answer_holds_up_one_shard_and_no_agent(
     place: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard, "DISK_S", 0.3)
+    monkeypatch.setattr(planning, "DISK_S", 0.3)
     back = threading.Event()
     asked = 0
 

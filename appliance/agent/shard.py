@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,60 +29,23 @@ import trio
 from appliance.agent import gpumemory, logs, procfs, sockets
 from appliance.agent.adopting import Found
 from appliance.agent.loading import Loading
+from appliance.agent.node import Node
+from appliance.agent.planning import Planning
 from appliance.agent.process import Handle, end, end_marked, launch
 from appliance.agent.ready import Probed, idle, listens, probe
 from appliance.agent.records import Record
 from appliance.agent.scopes import bus, still
-from appliance.agent.unanswered import Questions, Unanswered
 from appliance.agent.wording import plain, sentence
-from appliance.facts.hardware import Gpu, Inventory
 from appliance.facts.launch import LaunchPlan, Listening
 from appliance.facts.replica import Shard
 from appliance.facts.report import Report, State
-from appliance.rules.engines.engine import Site
-from appliance.rules.engines.patience import Patience
-from appliance.rules.engines.plan import CannotLaunch, plan
-from appliance.rules.engines.ports import PortPool
+from appliance.rules.engines.plan import CannotLaunch
 
 TAIL_LINES = 20
-AHEAD = 256
-"""How many ports are tried together once one was found to be somebody else's."""
-
-PLANS = 8
-"""How often a plan is made anew because others hold ports of it; they may take more while it is made."""
-
-DISK_S = 30.0
-"""How long a disk may take to say whether the programs and weights of a plan are there; a shared one wakes up first."""
-
 AGAIN_S = 1.0
 """Between two tries to end what could not be ended."""
 
 _DRAIN_LOOK_S = 0.5
-
-
-@attrs.define
-class Node:
-    """What this agent gives to all its shards; `Shards` says what each of them is. `scope` goes before commands,
-    `trying` is held while ports are tried."""
-
-    run_dir: str
-    agent_id: str
-    executables: Mapping[str, str]
-    own_argv: tuple[str, ...]
-    log_bytes: int
-    memory_wait_s: float
-    inventory: Callable[[], Inventory]
-    ports: PortPool
-    environment: Mapping[str, str]
-    read_gpus: Callable[[], Awaitable[tuple[Gpu, ...]]] | None
-    bundle: str
-    llamacpp_threads: int
-    patience: Patience
-    now: Callable[[], float]
-    which: Callable[[str], str | None]
-    scope: tuple[str, ...] = ()
-    trying: trio.Lock = attrs.field(factory=trio.Lock)
-    questions: Questions = attrs.field(factory=Questions)
 
 
 @attrs.frozen
@@ -259,92 +222,28 @@ class ShardTree:
 
     async def _plan(self) -> LaunchPlan:
         """A plan whose ports are free and held by this shard from now on. Raises CannotLaunch."""
-        node, shard, foreign = self._node, self.shard, frozenset[int]()
-        weight_bytes = await self._ask_disk()
-        inventory = node.inventory()
-        for _ in range(PLANS):
-            pool = node.ports.without(self._others(shard.id) | foreign)
-            if shard.leads and shard.rendezvous_port in pool.taken:
-                self._note_refused(shard.rendezvous_port)
-            made = plan(shard, self._site(inventory, pool))
-            numbers = frozenset(number for use in made.ports for number in use.numbers)
-            # Held before anything is awaited, or a second shard would plan with the same ones.
-            self.held = numbers
-            busy = await self._taken(numbers, pool)
-            if not busy:
-                break
-            foreign |= busy
-        else:
-            raise CannotLaunch([f"ports are taken faster than plans are made ({len(foreign)} are held by others)"])
+        planning = Planning(self._node, self.shard, self.record.marker, self._folder, self._others)
+        found = await planning.plan(self._hold, self._note_refused)
+        made, shard = found.plan, self.shard
         secrets = {*made.secrets, *(logs.secrets_of(pair for each in made.commands for pair in each.env.items()))}
-        used = {gpu.uuid: gpu.used_bytes for gpu in inventory.gpus if gpu.uuid in shard.gpus}
+        used = {gpu.uuid: gpu.used_bytes for gpu in found.inventory.gpus if gpu.uuid in shard.gpus}
         self.record = attrs.evolve(
             self.record,
-            ports=tuple(sorted(numbers)),
+            ports=tuple(sorted(self.held)),
             ready=made.ready,
             directories=made.directories,
             secrets=tuple(sorted(map(plain, secrets), key=len, reverse=True)),
-            load_bytes=weight_bytes,
+            load_bytes=found.weight_bytes,
             used_bytes=self.record.used_bytes or {uuid: used for uuid, used in used.items() if used is not None},
         )
         return made
 
-    async def _ask_disk(self) -> int:
-        """How much there is to load, once the disk has said what a plan will ask it: a plan is made in one go, while
-        everything else waits, and a disk may never answer. Raises CannotLaunch."""
-        node, shard = self._node, self.shard
-
-        def look() -> int:
-            with contextlib.suppress(CannotLaunch):
-                plan(shard, self._site(node.inventory(), node.ports))
-            return _weight_bytes(shard.weights)
-
-        try:
-            return await node.questions.ask(f"the disk with the programs and weights of {shard.id}", look, DISK_S)
-        except Unanswered as silent:
-            raise CannotLaunch([str(silent)]) from None
-
-    async def _taken(self, numbers: frozenset[int], pool: PortPool) -> frozenset[int]:
-        """What others hold of `numbers`, and if anything, of the ports after it too: a plan for each one found would
-        take as many plans as others have ports. Raises CannotLaunch for the rendezvous, which cannot be another one.
-
-        For the moment in which a port is tried nobody else can bind it. So one shard tries at a time, and never the
-        ports of another one, whose engine may be about to.
-        """
-        meeting = self.shard.rendezvous_port
-        async with self._node.trying:
-            busy = await trio.to_thread.run_sync(sockets.taken, numbers)
-            if meeting in busy:
-                if await trio.to_thread.run_sync(sockets.listened_on, [meeting]):
-                    self._note_refused(meeting)
-                    raise CannotLaunch([f"rendezvous port {meeting} is in use by another process"])
-                busy.discard(meeting)
-            if busy:
-                others = self._others(self.shard.id) | {meeting}
-                near = range(min(busy), min(min(busy) + AHEAD, pool.last) + 1)
-                busy |= await trio.to_thread.run_sync(sockets.taken, [port for port in near if port not in others])
-        return frozenset(busy)
+    def _hold(self, numbers: frozenset[int]) -> None:
+        self.held = numbers
 
     def _note_refused(self, port: int) -> None:
         """Whoever chose the rendezvous port is told that it was the port, so that it chooses another one."""
         self.record = attrs.evolve(self.record, refused_port=port)
-
-    def _site(self, inventory: Inventory, pool: PortPool) -> Site:
-        node = self._node
-        return Site(
-            inventory=inventory,
-            ports=pool,
-            folder=self._folder,
-            run_folder=node.run_dir,
-            marker=self.record.marker,
-            which=node.which,
-            exists=os.path.exists,
-            executables=node.executables,
-            environment=node.environment,
-            bundle=node.bundle,
-            own_argv=node.own_argv,
-            llamacpp_threads=node.llamacpp_threads,
-        )
 
     async def _await(self, wanted: Listening, what: str) -> bool:
         at = f"{wanted.host}:{wanted.port}"
@@ -472,17 +371,6 @@ def _clear(folder: str, directories: Sequence[str]) -> None:
         for path in Path(folder).iterdir():
             if path.is_file() and not path.name.endswith(("record.json", ".new")):
                 path.unlink()
-
-
-def _weight_bytes(weights: str) -> int:
-    """How much there is to read before it serves; 0 when the engine will fetch it."""
-    path = Path(weights)
-    with contextlib.suppress(OSError):
-        if path.is_absolute() and path.is_file():
-            return path.stat().st_size
-        if path.is_absolute() and path.is_dir():
-            return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
-    return 0
 
 
 def _strangers(record: Record) -> set[int]:

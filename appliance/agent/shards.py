@@ -20,9 +20,10 @@ from appliance.agent import logs, procfs, records
 from appliance.agent.adopting import Found, Sorted, sort_out
 from appliance.agent.discovery.reading import Ours
 from appliance.agent.following import Following
+from appliance.agent.node import Node
 from appliance.agent.records import Record
 from appliance.agent.scopes import find_scope
-from appliance.agent.shard import Node, ShardTree
+from appliance.agent.shard import ShardTree
 from appliance.facts.hardware import Gpu, Inventory
 from appliance.facts.replica import Shard
 from appliance.facts.report import Report
