@@ -13,9 +13,11 @@ from typing import NoReturn
 import structlog
 import trio
 
+from ..facts.endpoint import Endpoint
 from ..facts.settings import Settings
 from ..gateway.service import Gateway
 from ..groups.groups import Groups
+from ..groups.pace import Pace
 from ..rules.groups.published import PREFIX
 from .announcekey import secret
 
@@ -43,6 +45,8 @@ class AnnouncedGroups:
         self._follow = follow
         self._scope = trio.CancelScope()
         self._told: Mapping[str, tuple[str, ...]] = {}
+        self._said: tuple[Endpoint, ...] = ()
+        self._pace = Pace()
         gateway.refused = self._refused
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -52,6 +56,11 @@ class AnnouncedGroups:
                 nursery.start_soon(self._publish, name="publish groups")
                 await nursery.start(self.groups.run, name="find groups")
                 task_status.started()
+
+    @property
+    def heard_out(self) -> bool:
+        """Whether what can be known by now is, and has reached the road."""
+        return self.groups.heard_out and self._said == self.groups.endpoints()
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings, as far as they need no restart."""
@@ -65,7 +74,9 @@ class AnnouncedGroups:
 
     async def _publish(self) -> NoReturn:
         while True:
-            self._say()
+            await self._pace.turn()  # laying the table anew is work, and others can bring it about
+            with self._pace.work():
+                self._say()
             await self.groups.published.wait()
 
     def _refused(self, endpoint: str) -> None:
@@ -76,6 +87,7 @@ class AnnouncedGroups:
 
     def _say(self) -> None:
         groups = self.groups
+        self._said = groups.endpoints()
         self._gateway.announce(
             groups.endpoints(), groups.listed(), groups.gated(), groups.missed(), groups.settings.model_wait_s
         )

@@ -123,7 +123,7 @@ class Exchange:
                 clean = await self._long_body(line, head, rest)
             keep = clean and head.keep_alive and not early
         finally:
-            if keep:
+            if keep and upstream.endpoint.retries:  # else nobody would take it again
                 upstream.give_back(line, time.monotonic())
             elif clean:
                 line.close()  # all was said; a reset would make the engine log a fault
@@ -252,6 +252,8 @@ class Exchange:
             lines += _lines(_TRACE_CONTEXT, headers)
         if call.marks or self._upstream.endpoint.announced:
             lines += b"via: %b\r\n" % via.value(call.marks).encode()
+        if not self._upstream.endpoint.retries:  # each request has a connection of its own
+            lines += b"connection: close\r\n"
         length = len(body) if body or call.method == b"POST" else -1
         return self._upstream.request_head(call.method, call.target, lines, length, now) + body
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
+import attrs
 import structlog
 import trio
 
@@ -24,6 +26,7 @@ from ..facts.endpoint import Endpoint
 from ..facts.groups import LOCAL_DAEMON, Announced, GroupsSettings, Told, View
 from ..facts.mcp import Source
 from ..nursery.news import News
+from ..rules.groups import skim
 from ..rules.groups.daemons import STALE_POLLS, Daemon, Daemons
 from ..rules.groups.gate import Standing, why_not
 from ..rules.groups.merge import merge
@@ -43,6 +46,11 @@ LOOK_S = 1.0
 NETWORKS_S = 1.0
 """How long the list of own networks is believed."""
 MOST_GROUPS = 1024
+MOST_NAMES = 10_000
+"""Models of all groups together. Those that were there first stay: the table of names is laid anew with each change."""
+MOST_ENTRY_BYTES = 16 << 20
+LEAST_ENTRY_BYTES = 16 << 10
+"""What is kept of all engines' entries, shared among the groups; and the share of each where there are many."""
 MOST_FAULTS = 20
 SHOWN_MODELS = 20
 MOST_STANDINGS = 2 * MOST_GROUPS
@@ -266,11 +274,19 @@ class Groups:
         order = self._standings[name].order(group, self._clock(), self.settings.promote_s)
         if not order:
             return
-        found, errors = await probe_in_order(order, self.settings.probe_timeout_s, self._pace, self._listening())
+        share = min(skim.MOST_MODEL_BYTES, max(LEAST_ENTRY_BYTES, MOST_ENTRY_BYTES // max(1, len(self._groups))))
+        found, errors = await probe_in_order(order, self.settings.probe_timeout_s, self._pace, self._listening(), share)
         group = self._groups.get(name, group)
         standing = self._standings[name]
         if found is not None and found.url in group.candidates:
-            standing.answered(group, found.url, found.entries, self._clock(), router=found.router)
+            room = MOST_NAMES - sum(len(other.names) for other in self._standings.values() if other is not standing)
+            if len(found.entries) > room:
+                found = attrs.evolve(found, entries=dict(islice(found.entries.items(), max(0, room))))
+            if room <= 0:
+                standing.failed([(found.url, f"all groups together may name {MOST_NAMES} models, and do")])
+                standing.names = ()
+            else:
+                standing.answered(group, found.url, found.entries, self._clock(), router=found.router)
         elif found is None and order[0] in group.candidates:
             standing.failed(errors)
         if self._pace.free:

@@ -26,13 +26,13 @@ class Found:
     router: bool = False
 
 
-async def probe(base: str, within_s: float, pace: Pace, listening: Listening = ()) -> Found:
-    """Raises AskFailed."""
+async def probe(base: str, within_s: float, pace: Pace, listening: Listening = (), most_bytes: int = 1 << 20) -> Found:
+    """Raises AskFailed. `most_bytes` bounds what is kept of the entries."""
     answer = await ask(f"{base.rstrip('/')}/models", within_s, listening, as_router=True)
     await pace.turn()
     try:
         with pace.work():
-            found = {str(row["id"]): row for row in entries(answer.body) if is_model(str(row["id"]))}
+            found = {str(row["id"]): row for row in entries(answer.body, most_bytes) if is_model(str(row["id"]))}
             return Found(base, found, answer.router)
     except NotJson as wrong:
         raise AskFailed(str(wrong)) from None
@@ -44,13 +44,13 @@ def is_model(name: str) -> bool:
 
 
 async def probe_in_order(
-    bases: tuple[str, ...], within_s: float, pace: Pace, listening: Listening = ()
+    bases: tuple[str, ...], within_s: float, pace: Pace, listening: Listening = (), most_bytes: int = 1 << 20
 ) -> tuple[Found | None, list[tuple[str, str]]]:
     """The first of `bases` that answers, None where none does, and what went wrong at those before."""
     errors: list[tuple[str, str]] = []
     for base in bases:
         try:
-            return await probe(base, within_s, pace, listening), errors
+            return await probe(base, within_s, pace, listening, most_bytes), errors
         except AskFailed as failed:
             errors.append((base, str(failed)))
     return None, errors

@@ -19,6 +19,9 @@ from ..rules.mcp.messages import Message, NotMessage, read, read_all
 
 MOST_CONNECTIONS = 100
 """To one tool server. A call that finds none free waits within its own time, and delays no other group."""
+MOST_IDLE = 8
+"""Of those that are kept for the next request. What a burst leaves behind is closed at once: idle ones are otherwise
+looked after with the next request alone, whenever that comes."""
 IDLE_S = 3.0
 """How long an idle connection is kept: below the 5 s after which common servers close theirs, since a call that meets a
 closing connection fails and is never sent again."""
@@ -57,7 +60,7 @@ def open_client(url: str) -> httpx.AsyncClient:
         trust_env=False,
         timeout=None,  # every use has a deadline of its own
         limits=httpx.Limits(
-            max_connections=MOST_CONNECTIONS, max_keepalive_connections=MOST_CONNECTIONS, keepalive_expiry=IDLE_S
+            max_connections=MOST_CONNECTIONS, max_keepalive_connections=MOST_IDLE, keepalive_expiry=IDLE_S
         ),
     )
 
@@ -70,6 +73,7 @@ class Exchange:
         self.headers: Mapping[str, str] = response.headers
         self.streams = response.headers.get("content-type", "").partition(";")[0].strip().lower() == "text/event-stream"
         self.moved_to = _within_origin(response) if response.has_redirect_location else ""
+        self.packed = response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity")
         self.last_event = ""
         self.retry_s = 1.0
         self._bytes = response.aiter_raw()
@@ -88,6 +92,8 @@ class Exchange:
 
     async def next(self) -> Message | None:
         """The next message, None after the last. Raises Trouble; of httpx what `exchange` turns into it."""
+        if self.packed:
+            raise Trouble("a compressed answer, though none was asked for")
         while not self._ready and not self._ended:
             if self._events is None:
                 self._ready.extend(self._messages(await self._whole()))

@@ -24,6 +24,11 @@ from .upstream import Answered, Deliver, Upstream
 FAILING_WAIT_S = 0.5
 """How long a list waits for a group whose last list failed. A healthy one answers well within."""
 
+MOST_LIST_BYTES = 64 << 20
+LEAST_LIST_BYTES = 64 << 10
+"""Of all groups' lists together, and what each may have of it where there are many. Twenty tools with their schemas
+take about 20 KiB."""
+
 MOST_TOLD = 10
 """Tools whose names are taken that one list is told of by name."""
 
@@ -199,7 +204,7 @@ class Merge:
                 with suppress(Trouble):
                     await one.upstream.greet()  # what is wrong shows below
                 reading.greeted.set()
-                one.upstream.tools = tuple(await one.upstream.list_tools())
+                one.upstream.tools = tuple(await one.upstream.list_tools(self._share()))
                 one.read_at = trio.current_time()
             if limit.cancelled_caught:
                 trouble = f"no list of tools within {bound:g} s"
@@ -220,6 +225,10 @@ class Merge:
             log.info("mcp_tools_fetched_again", group=one.group)
         one.trouble = trouble
         self._merged.clear()
+
+    def _share(self) -> int:
+        """What one group's list may take, so that all together stay within their bound however many there are."""
+        return min(self.settings.max_body_bytes, max(LEAST_LIST_BYTES, MOST_LIST_BYTES // max(1, len(self._watched))))
 
     def _tools(self, to_router: bool) -> Merged:
         merged = self._merged.get(to_router)

@@ -16,6 +16,7 @@ A handshake session belongs to us and not to a client: all clients' calls share 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
@@ -51,19 +52,25 @@ _MODERN_CODES = frozenset(
     )
 )
 
+_VERSION = re.compile(r"[0-9A-Za-z.-]{1,40}")
+"""It goes into a header of every request, and into status pages."""
+
 Later = Callable[..., None]
 """Starts a task that outlives the present one."""
 Deliver = Callable[[Message, int], Awaitable[None]]
 """Takes a notice that came before the answer, with our id of the request it belongs to."""
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Session:
     """What the handshake agreed on; `id` "" with a server that keeps no sessions, `version` "" with one that knows no
-    handshake."""
+    handshake. `running` requests are under way in it; one that is `left` is ended with the last of them, or clients
+    whose calls a server cannot read would fill it with our sessions."""
 
     id: str
     version: str
+    running: int = 0
+    left: bool = False
 
 
 @attrs.frozen
@@ -116,18 +123,18 @@ class Upstream:
         """Find out who it is, where that is not known yet. Raises Trouble; the caller sets the time."""
         await self._greeted()
 
-    async def list_tools(self) -> list[Tool]:
-        """All pages of its list, within `MOST_PAGES` and `MOST_TOOLS`. What does not fit a session of before is asked
-        once more in a new one. Raises Trouble; the caller sets the time."""
+    async def list_tools(self, most_bytes: int) -> list[Tool]:
+        """All pages of its list, within `MOST_PAGES`, `MOST_TOOLS` and `most_bytes`. What does not fit a session of
+        before is asked once more in a new one. Raises Trouble; the caller sets the time."""
         try:
-            return await self._pages()
+            return await self._pages(most_bytes)
         except Unreached:
             raise
         except SessionLost:
-            return await self._pages()
+            return await self._pages(most_bytes)
         except Trouble:
             self._forget()
-            return await self._pages()
+            return await self._pages(most_bytes)
 
     async def call(self, route: Route, asked: Asked, deliver: Deliver) -> Answered:
         """Run a tool, or fail; nothing is sent a second time. Raises Trouble; the caller sets the time."""
@@ -197,14 +204,28 @@ class Upstream:
         version = messages.value((found.result or {}).get("protocolVersion"))
         if not isinstance(version, str) or not version:
             raise Trouble(f"initialize refused: {_shown(found)}")
+        if not _VERSION.fullmatch(version):
+            raise Trouble("initialize was answered with a version that is none")
         # Read from a welcome alone: some servers put a fresh session id on refusals too, and do not mean it.
         made = Session(answer.headers.get(protocol.SESSION_FIELD, ""), version)
         async with self._sent(messages.notification("notifications/initialized"), self._session_fields(made)):
             return made
 
     def _forget(self) -> None:
-        """The next request asks for the era and greets anew. The session is not ended: calls may be running in it."""
-        self._modern = self._session = None
+        """The next request asks for the era and greets anew. The session is ended when nothing runs in it any more."""
+        session, self._modern, self._session = self._session, None, None
+        if session is not None:
+            session.left = True
+            self._end_if_idle(session)
+
+    def _doubt(self, session: Session | None) -> None:
+        """What came does not fit what is known of the server, unless that has been learnt anew meanwhile."""
+        if session is None or session is self._session:
+            self._forget()
+
+    def _end_if_idle(self, session: Session) -> None:
+        if session.left and not session.running:
+            self._later(self._end_session, session)
 
     async def _end_session(self, session: Session) -> None:
         if not session.id:
@@ -219,23 +240,23 @@ class Upstream:
 
     # -- listing ------------------------------------------------------------------------------------------------------
 
-    async def _pages(self) -> list[Tool]:
+    async def _pages(self, most_bytes: int) -> list[Tool]:
         await self._greeted()
         tools: list[Tool] = []
-        left = self._settings.max_body_bytes
+        left = most_bytes
         seen: set[str] = set()
         cursor: str | None = None
         while True:
             params: dict[str, object] = {} if cursor is None else {"cursor": cursor}
             if self._modern:
                 params["_meta"] = envelope(None, self._client)
-            answer = await self._ask(next(self._ids), "tools/list", params or None)
+            answer = await self._ask(next(self._ids), "tools/list", params or None, most_bytes=most_bytes)
             entries = _raws((answer.result or {}).get("tools"))
             if entries is None:
                 raise Trouble(f"tools/list gave no tools: {_shown(answer)}")
             left -= sum(len(bytes(entry)) for entry in entries)
             if left < 0:
-                raise Trouble(f"a list of tools of more than {self._settings.max_body_bytes} bytes")
+                raise Trouble(f"a list of tools of more than {most_bytes} bytes")
             tools += tools_of(entries)
             cursor = messages.value((answer.result or {}).get("nextCursor"))
             # A cursor seen before leads round in a circle: servers exist that read none and always give one.
@@ -254,14 +275,19 @@ class Upstream:
         name: str = "",
         more: Mapping[str, str] | None = None,
         era: bool = False,
+        most_bytes: int = 0,
     ) -> Answered:
-        """Send a request once and wait for its answer. `era`: in the modern form whatever is known of the server."""
+        """Send a request once and wait for its answer. `era`: in the modern form whatever is known of the server.
+        `most_bytes` bounds the answer, 0: as the settings say."""
         modern = era or bool(self._modern)
         session = None if modern else self._session
         fields = self._modern_fields(method, name) if modern else self._session_fields(session)
         status = 0
+        if session is not None:
+            session.running += 1
         try:
-            async with self._sent(messages.request(identity, method, params), {**fields, **(more or {})}) as answer:
+            body = messages.request(identity, method, params)
+            async with self._sent(body, {**fields, **(more or {})}, most_bytes) as answer:
                 status = answer.status
                 found = await self._found(answer, identity, deliver or _ignored, session)
         except trio.Cancelled:
@@ -270,14 +296,19 @@ class Upstream:
                 self._later(self._withdraw, identity, session)
             raise
         except SessionLost:
-            self._session = None
+            if self._session is session:  # else a later request has made a new one already
+                self._session = None
             raise
         except Trouble:
             if status >= 300 and not era:
-                self._forget()
+                self._doubt(session)
             raise
+        finally:
+            if session is not None:
+                session.running -= 1
+                self._end_if_idle(session)
         if found.status >= 400 and not era and not (modern and found.code in _MODERN_CODES):
-            self._forget()  # no server says so to what it understands
+            self._doubt(session)  # no server says so to what it understands
         return found
 
     async def _found(
@@ -352,8 +383,9 @@ class Upstream:
 
     # -- head ---------------------------------------------------------------------------------------------------------
 
-    def _sent(self, body: bytes, fields: Mapping[str, str]) -> AbstractAsyncContextManager[Exchange]:
-        return exchange(self._http, "POST", self._url, self._headers(fields), body, self._settings.max_body_bytes)
+    def _sent(self, body: bytes, fields: Mapping[str, str], most: int = 0) -> AbstractAsyncContextManager[Exchange]:
+        most = most or self._settings.max_body_bytes
+        return exchange(self._http, "POST", self._url, self._headers(fields), body, most)
 
     def _headers(self, fields: Mapping[str, str]) -> dict[str, str]:
         # Host is the server's own and there is no Origin, by construction: servers on loopback refuse foreign ones.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import attrs
 import h11
@@ -86,8 +86,9 @@ async def _connection(stream: trio.SocketStream, handler: Handler) -> None:
         async with trio.open_nursery() as nursery:
 
             async def watch(scope: trio.CancelScope) -> None:
-                while data := await stream.receive_some(65536):
-                    connection.receive_data(data)  # of the next request, which may come before we are done here
+                with suppress(trio.BrokenResourceError):  # a reset is how some leave
+                    while data := await stream.receive_some(65536):
+                        connection.receive_data(data)  # of the next request, which may come before we are done here
                 scope.cancel()
 
             nursery.start_soon(watch, nursery.cancel_scope)
