@@ -120,6 +120,26 @@ async def test_an_agent_that_does_not_register_is_told_and_ended(autojump_clock:
         assert isinstance(refused, Refused) and refused.code == "malformed" and "it is Beat" in refused.message
 
 
+async def test_while_the_database_cannot_be_read_its_last_look_counts(autojump_clock: Clock) -> None:
+    async with control() as scene:
+        scene.store.give("node-a")
+        scene.store.give("node-b")
+        await scene.plane.attendance.look_at_papers()
+        link = await scene.join(proof=claim())
+        scene.store.failed = "it is damaged"
+        with structlog.testing.capture_logs() as lines:
+            await link.aclose()
+            await trio.testing.wait_all_tasks_blocked()
+            await scene.join(register(boot_id="boot-2"), claim())
+            await scene.plane.attendance.look_at_papers()
+        assert [each["reason"] for each in lines if each["log_level"] == "error"] == ["it is damaged"]
+        assert (await scene.refused(proof=claim("node-b"))).code == "wrong_name"
+        scene.plane.attendance.revoked.add(claim("node-b").serial)
+        assert (await scene.refused(register("node-b"), claim("node-b"))).code == "revoked"
+        scene.wall[0] += 2e6
+        assert (await scene.refused(register("node-a", "boot-3"), claim())).code == "unknown", "time goes by"
+
+
 async def test_without_the_database_no_certificate_is_taken_and_it_is_told_once(
     autojump_clock: Clock,
 ) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
-import structlog
 import trio
 
 from ..facts.errors import Refusal
@@ -32,8 +31,6 @@ from .span import span
 
 if TYPE_CHECKING:
     from ..control.plane import Plane
-
-log = structlog.get_logger("admin")
 
 Document = dict[str, Any]
 NODE_STATES = get_args(NodeState)
@@ -67,9 +64,8 @@ async def _cordons(plane: Plane) -> Mapping[str, Cordon]:
     the database fails, so nothing is known then: the attempt to change anything says why."""
     try:
         return await plane.store.cordons()
-    except StoreFailed as failed:
-        log.error("who cordoned nodes cannot be read", reason=str(failed))
-        return {}
+    except StoreFailed:
+        return {}  # the control plane, which looks every few seconds, has told of it
 
 
 def _node(plane: Plane, node: Node, cordons: Mapping[str, Cordon], now: float) -> Document:

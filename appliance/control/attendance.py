@@ -1,7 +1,9 @@
 """Who is connected: agents are judged when they register, and parted with when they or their certificates are over.
 
 What a certificate proves is looked up in the store at each registration, and every few seconds for those who are
-connected: another process may revoke them, nodes join, and time goes by.
+connected: another process may revoke them, nodes join, and time goes by. While the store cannot be read the last look
+counts. Whoever could revoke a certificate then is this process, which knows; and a damaged file must not cost the
+cluster every node whose agent starts anew.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class Attendance:
         self._renew = renew
         self._told = Told()
         self._store_fault = ""
+        self._looked: tuple[Certificate, ...] = ()
 
     async def attend(self, link: Link, claim: Claim | None = None) -> None:
         """One agent's connection, from its registration to its end; the link is closed then. `claim` is what the
@@ -100,7 +103,7 @@ class Attendance:
             elif register is None:
                 refused = Refused("malformed", f"{_says(claim)}; it did not register within {REGISTER_S:g} s")
             elif claim is not None:
-                known = await self._store.certificates(claim.name)
+                known = await self._known(claim)
         except LinkClosed:
             if claim is None or claim.name:
                 return None  # an agent that was stopped just now
@@ -127,6 +130,18 @@ class Attendance:
         assert refused is not None
         await self._refuse(link, refused)
         return None
+
+    async def _known(self, claim: Claim) -> tuple[Certificate, ...]:
+        """The certificates of the name that is claimed. Raises StoreFailed where they cannot be read, and this one was
+        not there at the last look."""
+        try:
+            return await self._store.certificates(claim.name)
+        except StoreFailed as failed:
+            looked = tuple(each for each in self._looked if each.node == claim.name)
+            if all(each.serial != claim.serial for each in looked):
+                raise
+            self._tell_store(str(failed))
+            return looked
 
     async def _registration(self, link: Link) -> Register:
         message = await link.receive()
@@ -206,7 +221,7 @@ class Attendance:
             self._tell_store(str(failed))
 
     def compare(self, certificates: Collection[Certificate]) -> None:
-        self._store_fault = ""
+        self._store_fault, self._looked = "", tuple(certificates)
         wall, now = self._wall(), self._now()
         good = {each.node for each in certificates if each.good(wall)}
         revoked = {each.node for each in certificates if each.revoked_at is not None} - good

@@ -11,7 +11,7 @@ import click
 from rich.text import Text
 
 from ..config import ConfigError, load
-from .asking import ask, reads
+from .asking import Refused, ask, reads
 from .screen import counted, print_json, print_pairs
 
 OPEN_FILES = 8192
@@ -58,6 +58,7 @@ def _findings() -> Iterator[Finding]:
         yield from _endpoints(placed=status["fleet"] is not None)
         if status["fleet"] is not None:
             yield from _nodes()
+            yield from _database()
         yield from _models()
 
 
@@ -123,11 +124,22 @@ def _nodes() -> Iterator[Finding]:
             if gpu["replica"] is None:
                 yield Finding("gpu", "warning", f"{node['name']}: {gpu['why']}")
         if node["draining"]:
-            yield Finding("node", "warning", f"{node['name']} is drained (ctl uncordon ends it)")
+            word = "is being drained" if node["replicas"] else "is drained"
+            yield Finding("node", "warning", f"{node['name']} {word} (ctl uncordon ends it)")
         elif node["cordoned"]:
             yield Finding("node", "warning", f"{node['name']} is cordoned, by {node['cordoned_by'] or 'somebody'}")
     if found and all(node["state"] == "ready" and not node["cordoned"] and not node["troubles"] for node in found):
         yield Finding("nodes", "ok", f"{counted(len(found), 'node')}, all ready")
+
+
+def _database() -> Iterator[Finding]:
+    """Whether it can be read. That it cannot be written, only a change would tell."""
+    try:
+        ask("audit", lines=1)
+    except Refused as refused:
+        yield Finding("database", "failed", refused.message)
+    else:
+        yield Finding("database", "ok", "it can be read")
 
 
 def _models() -> Iterator[Finding]:
