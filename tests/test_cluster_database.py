@@ -1,4 +1,4 @@
-"""An operator in an emergency: the disk of the router's database is full, and what ctl can still do then."""
+"""A cluster whose database fails: what an operator can still do, and that no node is lost for it."""
 
 from __future__ import annotations
 
@@ -69,3 +69,32 @@ async def test_a_full_disk_stops_no_model_from_being_stopped_and_is_named(tmp_pa
             told = await made.control.run("ctl", "audit")
             assert "by demand" in told and "0 replicas" not in told, told
             await made.control.process.stop()
+
+
+async def test_a_damaged_database_costs_no_node_and_is_named(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        made.configure(sim_model(replicas=1))
+        await made.begin()
+        await made.add("a", inventory("a", 1))
+        (before,) = await made.ready("m")
+        engines = made.engines()
+        assert made.control.process is not None
+        file = made.control.state / "appliance.db"
+        with file.open("r+b") as opened:
+            opened.write(b"\xff" * file.stat().st_size)
+        # A change, after which nothing is read from memory any more. Whether it is noted is a matter of luck.
+        await made.control.run("ctl", "models", "scale", "m", "1")
+        made.nodes["a"].kill(engines=False)
+        await made.start("a")
+        await made.control.process.logged('event="the database cannot be used"')
+        await made.node_is("a", "ready")
+        (after,) = await made.ready("m")
+        assert after["id"] == before["id"] and made.engines() == engines
+        assert "a " in await made.control.run("ctl", "nodes")
+        wrong = f"appliance: the database {file} is damaged or no database (file is not a database); put a backup"
+        for words in (("audit",), ("node", "list"), ("node", "add", "b"), ("node", "revoke", "a")):
+            assert (await made.control.run("ctl", *words, status=1)).startswith(wrong), words
+        told = await made.control.run("ctl", "doctor", status=1)
+        assert "database" in told and "is damaged or no database" in told, told
+        await made.control.run("ctl", "models", "stop", "m")
+        await until(lambda: not made.nodes["a"].engines(), "the engine is gone")

@@ -71,7 +71,7 @@ class Attendance:
         self._renew = renew
         self._told = Told()
         self._store_fault = ""
-        self._looked: tuple[Certificate, ...] = ()
+        self._looked: dict[str, tuple[Certificate, ...]] = {}
 
     async def attend(self, link: Link, claim: Claim | None = None) -> None:
         """One agent's connection, from its registration to its end; the link is closed then. `claim` is what the
@@ -135,13 +135,13 @@ class Attendance:
         """The certificates of the name that is claimed. Raises StoreFailed where they cannot be read, and this one was
         not there at the last look."""
         try:
-            return await self._store.certificates(claim.name)
+            known = self._looked[claim.name] = await self._store.certificates(claim.name)
         except StoreFailed as failed:
-            looked = tuple(each for each in self._looked if each.node == claim.name)
-            if all(each.serial != claim.serial for each in looked):
+            known = self._looked.get(claim.name, ())
+            if all(each.serial != claim.serial for each in known):
                 raise
             self._tell_store(str(failed))
-            return looked
+        return known
 
     async def _registration(self, link: Link) -> Register:
         message = await link.receive()
@@ -221,7 +221,10 @@ class Attendance:
             self._tell_store(str(failed))
 
     def compare(self, certificates: Collection[Certificate]) -> None:
-        self._store_fault, self._looked = "", tuple(certificates)
+        self._store_fault = ""
+        self._looked = {}
+        for each in certificates:
+            self._looked[each.node] = (*self._looked.get(each.node, ()), each)
         wall, now = self._wall(), self._now()
         good = {each.node for each in certificates if each.good(wall)}
         revoked = {each.node for each in certificates if each.revoked_at is not None} - good
