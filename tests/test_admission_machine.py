@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from appliance.facts.bands import AdmissionSettings, Band
 from appliance.facts.endpoint import Endpoint, Sample
+from appliance.rules.admission.capacity import saturation
 from appliance.rules.admission.queue import Admission
 from appliance.rules.admission.ticket import Ticket
 
@@ -141,6 +142,8 @@ class House:
             assert load.proven == sum(ticket in self.begun for ticket in here)
             assert set(load.unproven) == {ticket for ticket in here if ticket not in self.begun}
             assert load.leased == sum(ticket.load is load for ticket in self.granted)
+            busy = load.inflight + load.leased + load.foreign
+            assert load.saturation == saturation(load.waiting, load.kv, busy, load.capacity)
         assert set(self.running.values()) <= set(subject.loads)
         assert len(self.waiting) <= max(subject.lines.total, self.overhang)
 

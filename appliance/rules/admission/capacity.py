@@ -372,7 +372,11 @@ class Load:
     def _weigh(self) -> None:
         running = self.inflight + self.leased + self.foreign
         capacity = self.capacity
-        self.saturation = saturation(self.waiting, self.kv, running, capacity)
+        if running <= capacity and not self.waiting and not self.kv:
+            # what `saturation` comes to here: the usual case of an engine that keeps up, three times a request
+            self.saturation = running / capacity if capacity else 0.0
+        else:
+            self.saturation = saturation(self.waiting, self.kv, running, capacity)
         if capacity:
             self.open = True
             self.crowded = running >= capacity + OVERHANG

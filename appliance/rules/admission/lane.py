@@ -15,15 +15,15 @@ class Lane:
     `top` is the rank of the highest band that has waiters, the number of bands when none has: whoever ranks above it
     may look for a place at once, everybody else would overtake somebody. `wakes`: the model is scaled to zero, so
     requests wait although no endpoint is there. `turn` is the number of the last grant, for models that share an
-    endpoint. `several`: more than one endpoint serves the model.
+    endpoint. `loads` are all endpoints that serve it.
     """
 
-    __slots__ = ("model", "pace", "pools", "rotations", "several", "top", "turn", "wakes")
+    __slots__ = ("loads", "model", "pace", "pools", "rotations", "top", "turn", "wakes")
 
     def __init__(self, model: str, bands: int, by_work: bool) -> None:
         self.model = model
         self.pools: tuple[Pool, ...] = ()
-        self.several = False
+        self.loads: tuple[Load, ...] = ()
         self.wakes = False
         self.turn = 0
         self.pace = Pace()
@@ -42,7 +42,7 @@ class Lane:
         """Take the pools that serve the model now, and tell their endpoints so."""
         loads = {load.id: load for pool in pools for load in pool.loads}
         self.pools = pools
-        self.several = len(loads) > 1
+        self.loads = tuple(loads.values())
         self.wakes = wakes
         for load in loads.values():
             load.lanes = (*load.lanes, self)

@@ -282,10 +282,10 @@ class Admission:
         no room by themselves, though their pool has. Affinity would else heap up requests behind one full batch while
         others have free slots."""
         lane = self.lanes.get(ticket.model)
-        if lane is None or not lane.several or not self.settings.enabled:
+        if lane is None or len(lane.loads) < 2 or not self.settings.enabled:
             return ()
         place = ticket.load
-        return tuple([load.id for pool in lane.pools for load in pool.loads if load.crowded and load is not place])
+        return tuple([load.id for load in lane.loads if load.crowded and load is not place])
 
     def depth(self, band: str) -> int:
         """Requests of a band that wait, over all models."""
