@@ -23,6 +23,7 @@ from appliance.rules.engines.engine import MARKER
 from tests.agent_process import agents, model
 from tests.shard_scene import Scene, agent, alive, free_range, kill, reported, scene, stub, until
 from tests.test_agent_adoption import making_agents
+from tests.test_agent_records import in_child
 
 PORTS = free_range(100)
 STRANGE = "0123456789abcdef.fedcba9876543210.r9/0"
@@ -283,6 +284,31 @@ async def test_the_command_says_both_in_one_line(tmp_path: Path) -> None:
         await second.logged('event="records of engines were removed while they ran, they are ended" shards=m.1/0')
         assert not alive(engine)
         await second.ready("m.1/0")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="is two users")
+def test_one_user_at_a_time(tmp_path: Path) -> None:
+    """Root's records could not be read by the user whose directory it is; its engines would be killed as unknown."""
+    state = tmp_path / "state"
+    assert opened(state) == ""
+    for folder in (state, state / "shards"):
+        os.chown(folder, 4242, 4242)
+    why = opened(state)
+    assert why.startswith(f"{state}/shards belongs to the user 4242, and this is the user root: run the agent as that")
+    assert f"(chown -R 0 {state})" in why
+    os.chown(state / "shards", 0, 0)
+    assert opened(state) == ""  # as where a container's root was given a user's folder
+    tmp_path.chmod(0o755)
+
+    def as_user() -> str:
+        os.chdir(tmp_path)  # which the user could not reach by its path
+        os.setresuid(4242, 4242, 4242)
+        return opened(Path("state"))
+
+    assert in_child(as_user).startswith("state/shards belongs to the user root, and this is the user 4242: run ")
+    nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    os.chown(state / "shards", nobody, nobody)  # as on a file server that takes root for nobody
+    assert opened(state) == ""
 
 
 def test_a_restored_backup_is_the_directory_itself(tmp_path: Path) -> None:

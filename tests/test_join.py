@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -18,6 +19,8 @@ import trio
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
+from appliance.cli import agent_join
+from appliance.cli.config import places
 from appliance.cli.main import run
 from appliance.control import pki
 from appliance.control.joining import TOKEN_S, Joining
@@ -303,6 +306,38 @@ async def test_a_unit_is_written_where_it_is_asked_for(cluster: Cluster, tmp_pat
     assert done.status == 1
     assert "joined, but" in done.err
     assert "KillMode=process" in done.err
+
+
+async def test_the_unit_finds_what_was_written(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only a variable of this shell says where that is, which a service does not have."""
+    node = machine(tmp_path, "node")
+    monkeypatch.setattr(Machine, "environment", {**node.environment, "APPLIANCE_CONFIG": None, "HOME": str(tmp_path)})
+    monkeypatch.setattr(agent_join, "places", partial(places, uid=4242))
+    done = await node.run(*await cluster.invite("node-a"))
+    assert done.status == 0, done
+    assert (tmp_path / ".config" / "appliance" / "appliance.toml").exists()
+    assert " agent\n" in next(each + "\n" for each in done.out.splitlines() if each.startswith("ExecStart="))
+    monkeypatch.setattr(Machine, "environment", Machine.environment | {"XDG_CONFIG_HOME": str(tmp_path / "elsewhere")})
+    done = await node.run(*await cluster.invite("node-a"), "--replace")
+    file = tmp_path / "elsewhere" / "appliance" / "appliance.toml"
+    assert file.exists()
+    assert f" agent --config {file}\n" in done.out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+async def test_root_joins_for_the_user_whose_folder_it_is(cluster: Cluster, tmp_path: Path) -> None:
+    node = machine(tmp_path, "node")
+    state = Path(node.papers.folder).parent
+    state.mkdir(parents=True)
+    os.chown(state, 4242, 4242)
+    done = await node.run(*await cluster.invite("node-a"))
+    assert done.status == 0, done
+    assert "\nUser=4242\n" in done.out
+    written = [Path(each) for each in (node.papers.folder, node.papers.node, node.papers.node_key, node.papers.root)]
+    assert [each.stat().st_uid for each in written] == [4242] * 4
+    assert written[2].stat().st_mode & 0o777 == 0o600
 
 
 async def refused(node: Machine, words: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import re
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from appliance.agent import procfs
 
 BOARD = Path("/sys/class/dmi/id/product_uuid")
 MACHINE = Path("/etc/machine-id")
+NOBODY = Path("/proc/sys/kernel/overflowuid")
 
 _MACHINE = re.compile(r"[0-9a-f]{32}")
 _BOARD = re.compile(r"[0-9a-f-]{36}")
@@ -38,7 +40,7 @@ _NO_BOARDS = ("03000200-0400-0500-0006-000700080009", "00020003-0004-0005-0006-0
 
 
 class NotOurs(Exception):
-    """The state directory is a copy of one that belongs elsewhere; the text is one line with what to do."""
+    """The state directory belongs to somebody else, or is a copy; the text is one line with what to do."""
 
 
 @attrs.frozen
@@ -72,6 +74,19 @@ def this_host() -> Host:
     # Nulls, effs and other single digits are no numbers.
     known = _BOARD.fullmatch(board) and board not in _NO_BOARDS and len(set(board)) > 3
     return Host(procfs.boot_id(), board if known else "", machine if _MACHINE.fullmatch(machine) else "")
+
+
+def belongs(folder: Path) -> None:
+    """See that a folder of the agent's is its own user's. What it writes there is for that user alone, so that an agent
+    of another one could read no record, and one that is root's would leave the user's none to read. Raises NotOurs, and
+    OSError where it cannot be looked at."""
+    owner, ours = folder.stat().st_uid, os.geteuid()
+    # Where our own number means another one (a file server, a container), what we have made is nobody's.
+    if owner not in (ours, _number(NOBODY)):
+        raise NotOurs(
+            f"{folder} belongs to {_name(owner)}, and this is {_name(ours)}: run the agent as that user, or give it the"
+            f" whole directory (chown -R {ours} {folder.parent}) while no agent runs"
+        )
 
 
 def settle(shards: Path) -> None:
@@ -121,6 +136,18 @@ def _read(note: Path) -> Home | None:
         return None
     except (ValueError, RecursionError):
         return None
+
+
+def _name(uid: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"the user {uid}"
+
+
+def _number(path: Path) -> int:
+    text = _text(path)
+    return int(text) if text.isdecimal() else -1
 
 
 def _text(path: Path) -> str:

@@ -34,7 +34,7 @@ import attrs
 import msgspec
 
 from appliance.agent import procfs
-from appliance.agent.home import settle
+from appliance.agent.home import belongs, settle
 from appliance.agent.ownership import own
 from appliance.agent.wording import to_json
 from appliance.facts.launch import HttpReady, StopStep
@@ -168,6 +168,7 @@ class Store:
         """Make the folders, own them, and learn the word. Blocks on the disk; `check` as of `ownership.own`."""
         for folder in (self.shards, self._logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            belongs(folder)
             _make_private(folder)
         self._lock = own(self.shards / "lock", check)
         try:

@@ -97,7 +97,7 @@ class Shards:
         A process is adopted only where pid, start time, command line and marker all are those of its record. Processes
         with our marker that no record describes are killed, and so are those of this directory whose records were
         removed (`lost.py`); nothing else is ever touched. Raises `ownership.StateInUse` when another agent owns the
-        state directory; `home.NotOurs` when it is a copy of one that belongs elsewhere; OSError when it cannot be
+        state directory; `home.NotOurs` when it is a copy, or another user's; OSError when it cannot be
         written, and when processes cannot be looked at.
         """
         # Not left behind when cancelled: such a thread would go on killing what the next agent starts.

@@ -38,7 +38,7 @@ class Plan:
     there: bool
 
 
-@click.command()
+@click.command(short_help="Make this machine a node of a cluster.")
 @click.option("--control", "url", required=True, metavar="URL", help="The control plane, wss://host:port.")
 @click.option("--name", required=True, metavar="NAME", help="What this node is called.")
 @click.option("--token", required=True, metavar="TOKEN", help="The token that was made for that name.")
@@ -107,7 +107,11 @@ def join(
     click.echo(f"joined {control} as {name}; the certificate is good until {_day(ends)}, and the agent renews it")
     click.echo(f"  {papers.node}, {papers.node_key}, {papers.root}")
     written = _write(plan)
-    return max(written, _tell_unit(unit_file, named, state_dir), _check_configuration(named) if written == 0 else 0)
+    return max(
+        written,
+        _tell_unit(unit_file, _named(named, plan.file), state_dir),
+        _check_configuration(named) if written == 0 else 0,
+    )
 
 
 def _look_for_earlier(papers: Papers, name: str, expected: str, replace: bool) -> None:
@@ -227,7 +231,7 @@ def _check_configuration(named: str) -> int:
 def _tell_unit(unit_file: str | None, named: str, state_dir: str) -> int:
     """Write or print the unit, and what comes next; an exit status."""
     argv = [*own_argv(), "agent", *(("--config", os.path.abspath(named)) if named else ())]
-    text = unit(argv, _environment(state_dir), _user())
+    text = unit(argv, _environment(state_dir), _user(state_dir))
     if unit_file is None:
         click.echo(
             f"\nas a service: put this into {FILE} (or join with --unit), then"
@@ -260,8 +264,16 @@ def _environment(state_dir: str) -> dict[str, str]:
     return found
 
 
-def _user() -> str:
-    uid = os.geteuid()
+def _named(named: str, file: str) -> str:
+    """What the service must be told of the configuration: nothing where it finds `file` by itself, without variables
+    that are set only here."""
+    usual = places({"HOME": os.environ.get("HOME", "")}).config_files
+    return named or ("" if file == next((each for each in usual if os.path.lexists(each)), usual[0]) else file)
+
+
+def _user(state_dir: str) -> str:
+    """Who the agent is to run as: whoever joins, or, where that is root, the owner of the state folder."""
+    uid = os.geteuid() or os.stat(state_dir).st_uid
     if uid == 0:
         return ""
     try:

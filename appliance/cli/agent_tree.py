@@ -145,8 +145,8 @@ class AgentTree:
                 if trio.current_time() >= until:
                     raise StartFailed(f"{used}: stop that one, or set STATE_DIRECTORY to another folder") from None
                 await trio.sleep(AGAIN_S)
-            except NotOurs as copied:
-                raise StartFailed(str(copied)) from None
+            except NotOurs as why:
+                raise StartFailed(str(why)) from None
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     raise StartFailed(
