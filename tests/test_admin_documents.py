@@ -290,12 +290,17 @@ def test_the_status_counts_and_names_troubles(gateway: Gateway) -> None:
         draining=lambda: True,
         configuration=lambda: {"file": None, "values": [], "needs_restart": ["server.listen"]},
         reload=lambda: "",
+        groups=lambda: {"glm": "", "qwen": "no running actors"},
     )
     document = json.loads(json.dumps(documents.status(running, time.monotonic()), allow_nan=False))
     assert document["state"] == "draining" and 59 < document["uptime_s"] < 70
     assert document["requests"] == {"running": 1, "ended": 1, "by_code": {"200": 1}}
     assert document["endpoints"] == {"known": 4, "up": 3} and document["models"] == {"known": 2, "ready": 2}
-    assert document["troubles"] == ["d: loading: it says that it is not ready yet; asked again every second"]
+    assert document["troubles"] == [
+        "d: loading: it says that it is not ready yet; asked again every second",
+        "group qwen: no running actors",
+    ]
+    assert document["groups"] == {"known": 2, "healthy": 1, "why_not": {"qwen": "no running actors"}}
     assert document["needs_restart"] == ["server.listen"] and document["rss_bytes"] > 1 << 20
 
 

@@ -84,3 +84,26 @@ async def test_a_start_that_is_refused(tmp_path: Path, environ: dict[str, str]) 
         routers.configure("")
         (line,) = await routers.refused(env=environ)
         assert next(iter(environ)) in line
+
+
+async def test_ctl_says_which_groups_cannot_serve_and_why(tmp_path: Path) -> None:
+    env = {"MENTAT_ANNOUNCE_PORT": "0", "PROBE_INTERVAL_S": "0.2"}
+    async with fake_daemon() as daemon, processes(tmp_path) as routers:
+        daemon.group("glm", openai="http://127.0.0.1:1/v1")
+        routers.configure("")
+        router = await routers.start(env={**env, "MENTAT_DAEMONS": daemon.address})
+
+        def ctl_says(word: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "appliance", "ctl", word, "--admin", str(router.admin)]
+            return subprocess.run(command, capture_output=True, text=True, check=False)
+
+        while "endpoint probe failed" not in (told := await trio.to_thread.run_sync(ctl_says, "status")).stdout:
+            assert router.alive, router.log
+        assert "0 of 1 healthy" in told.stdout
+        assert "group glm: endpoint probe failed: http://127.0.0.1:1/v1: " in told.stdout
+        told = await trio.to_thread.run_sync(ctl_says, "doctor")
+        assert told.returncode == 1 and "glm: endpoint probe failed" in told.stdout
+        assert "no announced group can serve" in told.stdout
+        told = await trio.to_thread.run_sync(ctl_says, "endpoints")
+        assert "'ctl status' says" in told.stdout
+        assert await router.stop() == 0

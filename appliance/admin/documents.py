@@ -48,7 +48,8 @@ def status(running: Running, now: float) -> Document:
     for model in gateway.meters.models.values():
         for (_, code), count in model.requests.items():
             by_code[str(code)] = by_code.get(str(code), 0) + count
-    configuration, plane = running.configuration(), running.plane()
+    configuration, plane, groups = running.configuration(), running.plane(), running.groups()
+    gated = {name: why for name, why in groups.items() if why}
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -71,11 +72,13 @@ def status(running: Running, now: float) -> Document:
             "known": len(entries),
             "ready": sum(any(member.up for member in entry.members) for entry in entries),
         },
+        "groups": {"known": len(groups), "healthy": len(groups) - len(gated), "why_not": gated},
         "waiting": {band.name: band.waiting for band in gateway.gate.rules.bands(now)},
         "fleet": None if plane is None else fleet.summary(plane, now),
         "troubles": [
             *(told for member in members for told in troubles(gateway, member, now)),
             *(fleet.troubles(plane, now) if plane is not None else ()),
+            *(f"group {name}: {why}" for name, why in gated.items()),
             *running.tool_troubles(),
         ],
     }

@@ -100,6 +100,12 @@ class Operations:
 
         return replica_states(plane)
 
+    def _groups(self) -> Mapping[str, str]:
+        """Announced groups, each with why it gets no requests."""
+        announced = self._router.groups
+        rows = announced.groups.status()["groups"] if announced is not None else {}
+        return {name: row["why_not"] or "" for name, row in rows.items()}
+
     def _listeners(self, site: MetricsSite | AdminSite) -> Listeners:
         return Listeners(site, self._router.poller, self._router.sleepers, _LIMITS, Buffers(_BUFFER_BYTES))
 
@@ -119,6 +125,7 @@ class Operations:
             reload=router.reload,
             plane=lambda: router.plane,
             joining=lambda: None if router.plane is None else router.plane.joining,
+            groups=self._groups,
             tool_troubles=router.tools.troubles,
         )
 

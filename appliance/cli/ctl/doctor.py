@@ -55,7 +55,8 @@ def _findings() -> Iterator[Finding]:
         if status["needs_restart"]:
             yield Finding("restart", "warning", f"only a restart takes over: {', '.join(status['needs_restart'])}")
         yield from _door(status)
-        yield from _endpoints(placed=status["fleet"] is not None)
+        yield from _endpoints(placed=status["fleet"] is not None, announced=status["groups"]["known"] > 0)
+        yield from _groups(status["groups"]["why_not"])
         if status["fleet"] is not None:
             yield from _nodes()
             yield from _database()
@@ -92,11 +93,14 @@ def _door(status: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("open files", "ok", f"at most {limit:,}")
 
 
-def _endpoints(*, placed: bool) -> Iterator[Finding]:
-    """`placed`: the router has replicas started, so that it needs no endpoint of its own before one serves."""
+def _endpoints(*, placed: bool, announced: bool) -> Iterator[Finding]:
+    """`placed`: the router has replicas started, so that it needs no endpoint of its own before one serves.
+    `announced`: there are groups, of which each that serves is one."""
     found = ask("endpoints")["endpoints"]
     if not found and placed:
         yield Finding("endpoints", "ok", "none now: no replica serves")
+    elif not found and announced:
+        yield Finding("endpoints", "failed", "none: no announced group can serve, and the configuration has no others")
     elif not found:
         yield Finding("endpoints", "failed", "none: add [[endpoints]] to the configuration")
     for entry in found:
@@ -108,6 +112,11 @@ def _endpoints(*, placed: bool) -> Iterator[Finding]:
             yield Finding("capacity", "warning", f"{told}: name its engine, or set its capacity")
     if found and not any(entry["why"] for entry in found):
         yield Finding("endpoints", "ok", f"{counted(len(found), 'endpoint')}, all ready")
+
+
+def _groups(gated: dict[str, str]) -> Iterator[Finding]:
+    for name, why in gated.items():
+        yield Finding("group", "warning", f"{name}: {why}")
 
 
 def _nodes() -> Iterator[Finding]:

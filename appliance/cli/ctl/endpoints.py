@@ -36,7 +36,9 @@ def endpoints(as_json: bool) -> None:
         return
     found = document["endpoints"]
     if not found:
-        console().print("no endpoints: add [[endpoints]] to the configuration")
+        console().print(
+            "no endpoints: add [[endpoints]] to the configuration; 'ctl status' says why announced groups are none"
+        )
         return
     print_table(
         COLUMNS,

@@ -31,6 +31,7 @@ def status(as_json: bool) -> None:
             ("memory", size(document["rss_bytes"])),
             ("endpoints", f"{document['endpoints']['up']} of {document['endpoints']['known']} up"),
             ("models", f"{document['models']['ready']} of {document['models']['known']} ready"),
+            *([] if not document["groups"]["known"] else [("groups", groups_line(document["groups"]))]),
             *([] if fleet is None else [("nodes", nodes_line(fleet)), ("replicas", states_line(fleet["replicas"]))]),
             ("requests", requests_line(document["requests"])),
             ("waiting", waiting_line(document["waiting"])),
@@ -43,6 +44,11 @@ def status(as_json: bool) -> None:
     if troubles:
         console().print()
         print_lines([Text(trouble, style="yellow") for trouble in troubles])
+
+
+def groups_line(groups: dict[str, Any]) -> str:
+    """Announced groups, and how many of them get requests."""
+    return f"{groups['healthy']:,} of {groups['known']:,} healthy"
 
 
 def nodes_line(fleet: dict[str, Any]) -> str:
