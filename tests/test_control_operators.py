@@ -133,6 +133,15 @@ async def test_a_revoked_node_hears_why_and_is_forgotten(autojump_clock: Clock) 
         assert (await scene.refused(proof=claim())).code == "revoked"
 
 
+async def test_the_node_of_this_process_is_not_thrown_out_with_a_token_for_its_name(autojump_clock: Clock) -> None:
+    async with control() as scene:
+        scene.store.give("node-a")
+        await scene.join()
+        assert scene.plane.own("node-a") and not scene.plane.own("node-b")
+        await scene.plane.revoke("node-a", "olga")
+        assert scene.plane.world.nodes["node-a"].connected and "node-a" in scene.plane.sessions
+
+
 async def test_papers_that_others_changed_are_seen_soon(autojump_clock: Clock) -> None:
     async with control() as scene:
         scene.store.give("node-a")

@@ -217,6 +217,10 @@ async def test_a_name_that_has_joined_is_invited_to_replace(scene: Scene) -> Non
     invitation = await scene.joining.add("node-a", "root")
     assert invitation.known
     assert invitation.command.endswith(" --replace")
+    await scene.joining.revoke("node-a", "root")
+    invitation = await scene.joining.add("node-a", "root")
+    assert not invitation.known
+    assert invitation.command.endswith(" --replace")  # the machine still has what it was given
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", "ü", "a" * 64, "a;reboot", "control.appliance", "a\n"])

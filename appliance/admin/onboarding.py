@@ -43,6 +43,14 @@ def add(app: QuartTrio, running: Running) -> None:
     @app.post("/nodes")
     async def add_node() -> Response:
         name, host = asked.args.get("name", ""), asked.args.get("host", "")
+        plane = running.plane()
+        if plane is not None and plane.own(name):
+            raise Refusal(
+                409,
+                "own_node",
+                f"{name} is this router's own machine, whose agent runs in it (serve --with-agent): choose another name"
+                " for the machine that is to join",
+            )
         try:
             made = await joining().add(name, caller_name(), host)
         except StoreFailed as failed:

@@ -199,12 +199,13 @@ class Joining:
         now = self._clock()
         host = host or await self._host(now)
         token = secrets.token_hex(TOKEN_BYTES)
-        known = any(each.good(now) for each in await self._store.certificates(node))
+        earlier = await self._store.certificates(node)
+        known = any(each.good(now) for each in earlier)
         await self._store.add_token(JoinToken(_digest(token), node, now + TOKEN_S), by, now)
         port = self.listen[0].port if self.listen else PORT
         command = (
             f"appliance agent join --control {whereabouts.control_url(host, port)} --name {node} --token {token}"
-            f" --root {self.authority.fingerprint}{' --replace' if known else ''}"
+            f" --root {self.authority.fingerprint}{' --replace' if earlier else ''}"
         )
         log.info("node may join", node=node, by=by, for_s=round(TOKEN_S))
         return Invitation(node, command, now + TOKEN_S, known)

@@ -208,7 +208,7 @@ class Plane:
             raise Refusal(404, "model_not_found", f"{model[:100]} is no model with a profile")
         self.fleet.scale(model, replicas, self._now())
         self.wake()
-        detail = "by demand" if replicas is None else f"{replicas} replicas"
+        detail = "by demand" if replicas is None else f"{replicas} replica{'' if replicas == 1 else 's'}"
         try:
             with _both():
                 await self.store.audit(by, "scale", model, detail, self._wall())
@@ -218,6 +218,11 @@ class Plane:
             return str(failed)
         return ""
 
+    def own(self, node: str) -> bool:
+        """Whether `node` is the machine of this process, whose agent runs in it and has no certificate."""
+        session = self.sessions.get(node)
+        return session is not None and session.claim is None
+
     async def revoke(self, node: str, by: str) -> list[str]:
         """Take `node` out of the cluster: its certificates are revoked and its connection ends. The serials of those
         that were good until now. Raises Refusal, StoreFailed."""
@@ -226,7 +231,8 @@ class Plane:
         with _both():
             serials = await self.joining.revoke(node, by)
             self.attendance.revoked.update(serials)
-            self.attendance.forget(node)
+            if not self.own(node):  # its agent is here and shows no certificate: only tokens for the name are gone
+                self.attendance.forget(node)
         return serials
 
     def log(self, replica: str, rank: int, lines: int, follow: bool) -> AsyncGenerator[tuple[str, ...], None]:
