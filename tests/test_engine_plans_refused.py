@@ -152,7 +152,7 @@ def test_what_is_good_is_not_refused(each: Shard) -> None:
 def test_what_is_missing_on_the_node_is_named(engine: str) -> None:
     nothing = site(which=lambda name: None, exists=lambda path: False, executables={"sglang": "/venv/bin/sglang"})
     found = " / ".join(reasons(shard(engine, adapters=(AdapterFiles("x", "/adapters/x"),)), nothing))
-    assert f"agent.executables.{engine} says where it is" in found
+    assert f"say in agent.executables.{engine} where it is" in found
     assert "source /models/llama is not on this node" in found
     assert "adapter x: /adapters/x is not on this node" in found
 

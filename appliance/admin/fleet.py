@@ -171,10 +171,10 @@ async def changed(plane: Plane, name: str, verb: str, done: bool, now: float) ->
 def _follows(node: Document, verb: str) -> Iterator[str]:
     there = node["replicas"]
     names = ", ".join(there)
-    count = f"{len(there)} replica{'' if len(there) == 1 else 's'}"
+    count, go = (f"{len(there)} replicas", "go") if len(there) != 1 else ("1 replica", "goes")
     match verb:
         case "cordon":
-            yield f"nothing new is placed there; {f'{count} there go on: {names}' if there else 'nothing runs there'}"
+            yield f"nothing new is placed there; {f'{count} there {go} on: {names}' if there else 'nothing runs there'}"
         case "uncordon":
             yield "replicas may be placed there again"
         case "drain" if not there:
