@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import click
 import pytest
@@ -28,6 +30,23 @@ def test_help_lists_the_commands_and_no_command_is_wrong_usage(capsys: pytest.Ca
     assert run([]) == 2
     assert run(["nothing"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "appliance: No such command 'nothing'; see 'appliance --help'"
+
+
+def test_commands_of_the_agent_are_listed_with_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["agent", "--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("arguments", [["version"], ["ctl", "config", "example"], ["ctl", "config", "show"]])
+def test_a_full_disk_under_the_output_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    env = {**os.environ, "HOME": str(tmp_path)}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "appliance", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env)
+    (line,) = done.stderr.splitlines()
+    assert line == "appliance: cannot write the output: No space left on device; make room, then try again"
+    assert done.returncode == 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def test_a_named_file_must_exist(tmp_path: Path) -> None:
     absent = tmp_path / "absent.toml"
     assert faults(absent, {}) == [f"{absent}: no such file"]
     assert faults(None, {"APPLIANCE_CONFIG": str(absent)}) == [f"{absent}: no such file (from APPLIANCE_CONFIG)"]
-    assert faults(tmp_path, {}) == [f"{tmp_path}: cannot be read: Is a directory; name another one with --config"]
+    assert faults(tmp_path, {}) == [f"{tmp_path}: cannot be read: Is a directory; name another file"]
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:

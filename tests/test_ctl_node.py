@@ -89,7 +89,7 @@ async def test_add_prints_the_one_line_and_nothing_else(tmp_path: Path, monkeypa
             (("add", "a", "--host", "x:1"), "--host x:1: expected a host name or an address, without a port"),
         ):
             status, out, err = await operator.types(*words)
-            assert (status, out) == (1, "")
+            assert (status, out) == (2, "")
             assert told in err
 
 

@@ -186,5 +186,6 @@ def _errors(app: QuartTrio) -> None:
 def _unknown_request(request_id: str) -> Response:
     told = (
         f"no request {request_id[:100]} is known: it was refused before it had a model, or is older than the last 4000"
+        " (ctl requests)"
     )
     return refused(404, "request_not_found", told)

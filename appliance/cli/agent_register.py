@@ -44,7 +44,7 @@ LOOK_S = 2.0
 log = structlog.get_logger("agent")
 
 
-@click.command()
+@click.command(short_help="Tell routers of an engine that runs already.")
 @click.option(
     "--config", "config", metavar="FILE", help="Configuration file (default: APPLIANCE_CONFIG, then the usual places)."
 )

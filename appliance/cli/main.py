@@ -6,6 +6,7 @@ that `appliance --help` shows for each: listing the commands must not import all
 
 from __future__ import annotations
 
+import errno
 import sys
 from importlib import import_module
 from typing import Any
@@ -22,6 +23,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "version": ("appliance.cli.version:version", "Print the version."),
 }
 """Name -> module:attribute of a click command, and its line in the list of commands."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a write says where no room is left, most often one to a file that the shell opened for our output."""
 
 
 class LazyGroup(click.Group):
@@ -75,6 +79,12 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except click.Abort:
         _complain("appliance: interrupted")
+        return 1
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        where = error.filename or "the output"
+        _complain(f"appliance: cannot write {where}: {error.strerror}; make room, then try again")
         return 1
     return status if isinstance(status, int) else 0
 

@@ -117,7 +117,7 @@ def _document(
                 by = "" if path is not None else " (from APPLIANCE_CONFIG)"
                 return file, {}, [Fault(file, f"no such file{by}")]
         except OSError as error:
-            return file, {}, [Fault(file, f"cannot be read: {error.strerror}; name another one with --config")]
+            return file, {}, [Fault(file, f"cannot be read: {error.strerror}; name another file")]
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
             return file, {}, [Fault(file, f"expected UTF-8, got 0x{byte:02x} at byte {error.start}")]

@@ -40,6 +40,12 @@ class Refused(click.ClickException):
         self.document = document
 
 
+class Misused(Refused):
+    """The router says that what was typed cannot be: it knows the form of a name, and ctl need not know it too."""
+
+    exit_code = 2
+
+
 def admin_option(**known: Any) -> Callable[[Command], Command]:
     """`--admin`: on the group and on each command, since people write it at either place; the later one counts."""
 
@@ -74,7 +80,7 @@ def ask(*path: str, method: str = "GET", **query: str | int) -> Any:
         connection.close()
     document = _document(connection, body)
     if answer.status >= 400:
-        raise Refused(answer.status, document)
+        raise _no(answer.status, document)
     return document
 
 
@@ -89,7 +95,7 @@ def stream(*path: str, **query: str | int) -> Iterator[Any]:
                 connection.request("GET", _target(path, query), headers={"accept": "application/x-ndjson"})
                 answer = connection.getresponse()
             if answer.status >= 400:
-                raise Refused(answer.status, _document(connection, answer.read()))
+                raise _no(answer.status, _document(connection, answer.read()))
         except (OSError, http.client.HTTPException) as error:
             raise _silent(connection, error) from None
         sock.settimeout(None)
@@ -103,6 +109,10 @@ def stream(*path: str, **query: str | int) -> Iterator[Any]:
             yield _document(connection, line)
     finally:
         connection.close()
+
+
+def _no(status: int, document: Any) -> Refused:
+    return Misused(status, document) if status == 400 else Refused(status, document)
 
 
 def _target(path: Iterable[str], query: Mapping[str, str | int]) -> str:

@@ -49,7 +49,7 @@ def nodes(as_json: bool) -> None:
                 shown_state(node),
                 count(len(node["replicas"])),
                 _free(node),
-                count(node["cpus"]),
+                count(node["cpus"]) if node["version"] else "",  # of one that has not called nothing is known
                 _memory(node),
                 ", ".join(_fabric(fabric) for fabric in node["fabrics"]),
                 node["address"],
