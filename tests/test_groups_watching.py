@@ -105,6 +105,28 @@ async def test_the_gates_in_their_order() -> None:
             assert found.groups.gated() == {"m": "endpoint probe stale"}
 
 
+async def test_a_group_that_never_served_is_told_of_once_with_its_reason() -> None:
+    async with engine_at("m") as engine, fake_daemon() as daemon:
+        group = daemon.group("glm", openai=engine.url, actors=["spawning"])
+        daemon.group("only-tools", mcp="http://127.0.0.1:9/mcp")
+        async with scene(daemons=[daemon.address]) as found:
+            await found.gated("glm", "no running actors")
+            group.actors = ["running"]
+            engine.answer = lambda _: ok(b"", "503 Service Unavailable")
+            await daemon.tell()
+            await found.gated("glm", "endpoint probe failed")
+            hits = engine.hits
+            await until("it is probed again", lambda: engine.hits > hits + 3)
+            engine.answer = None
+            await found.serving("m")
+            told = [line for line in found.log if line["event"].startswith("group ")]
+            assert [(line["event"], line["group"]) for line in told] == [
+                ("group does not serve yet", "glm"),
+                ("group serves", "glm"),
+            ]
+            assert told[0]["reason"] == "no running actors"
+
+
 async def test_not_probed_yet() -> None:
     async with engine_at("m") as engine, fake_daemon() as daemon:
         engine.answer = lambda _: None

@@ -28,7 +28,7 @@ from ..facts.mcp import Source
 from ..nursery.news import News
 from ..rules.groups import skim
 from ..rules.groups.daemons import STALE_POLLS, Daemon, Daemons
-from ..rules.groups.gate import Standing, why_not
+from ..rules.groups.gate import NOT_PROBED, Standing, why_not
 from ..rules.groups.merge import merge
 from ..rules.groups.once import Allowance
 from ..rules.groups.published import Published, publish
@@ -431,6 +431,9 @@ class Groups:
                 self._told_why[name] = ""
             elif reason and told == "":
                 self._tell("warning", "group does not serve", group=name, reason=reason)
+                self._told_why[name] = reason
+            elif told is None and reason and reason != NOT_PROBED and self._groups[name].announces:
+                self._tell("info", "group does not serve yet", group=name, reason=reason)
                 self._told_why[name] = reason
         for name in [name for name in self._told_why if name not in why]:
             if self._told_why.pop(name) == "":
