@@ -554,3 +554,31 @@ async def test_a_client_gone_before_it_was_accepted_is_no_news(tmp_path: Path) -
             await client.reset()
         assert (await door.ask(request("GET", "/healthz"))).status == 200
         assert [line for line in door.log if line["level"] in ("warning", "error")] == []
+
+
+class Turns(trio.abc.Instrument):
+    """Counts how often Trio let a connection's task run."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.count += task.name == "connection"
+
+
+async def test_a_short_request_wakes_no_task(tmp_path: Path) -> None:
+    """It is carried on inside the poller, from its bytes to its answer; two turns of its task would cost a tenth."""
+    async with fake_engine() as engine, router(tmp_path, engine) as door:
+        client = await door.connect()
+        for _ in range(2):  # the first one dials
+            await client.send(chat())
+            assert (await client.answer()).status == 200
+        turns = Turns()
+        trio.lowlevel.add_instrument(turns)
+        try:
+            for _ in range(40):
+                await client.send(chat())
+                assert (await client.answer()).status == 200
+        finally:
+            trio.lowlevel.remove_instrument(turns)
+        assert turns.count == 0
