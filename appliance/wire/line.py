@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import os
 import socket
 import struct
 from collections.abc import Callable
@@ -286,7 +287,7 @@ class Line:
             await self._sleep()
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            raise OSError(error, "connect failed")
+            raise OSError(error, os.strerror(error))
 
     async def _sleep(self) -> None:
         assert self.sleeper is not None, "a line without a sleeper cannot wait"
