@@ -17,8 +17,8 @@ Edge-triggered means that a flag may only be cleared by seeing the socket empty 
 from __future__ import annotations
 
 import contextlib
-import select
 import os
+import select
 import socket
 import struct
 from collections.abc import Callable
