@@ -125,7 +125,8 @@ def _programs(shard: Shard, site: Site, engine: Engine) -> list[str]:
     for program in engine.programs(shard):
         if site.path_of(program) is None:
             name = site.executables.get(program.name) or program.executable
-            found.append(f"{name} is not installed here: install it, or say in agent.executables.{program.name} where it is")
+            say = f"say in agent.executables.{program.name} where it is"
+            found.append(f"{name} is not installed here: install it, or {say}")
     return found
 
 
