@@ -70,6 +70,10 @@ async def test_a_full_disk_stops_no_model_from_being_stopped_and_is_named(tmp_pa
             assert "by demand" in told and "0 replicas" not in told, told
             await made.control.process.stop()
 
+            fill(filler)
+            told = await made.control.run("serve", status=1)
+            assert told.endswith(f"appliance serve: {wrong.removeprefix('appliance: ')}"), told
+
 
 async def test_a_damaged_database_costs_no_node_and_is_named(tmp_path: Path) -> None:
     async with cluster(tmp_path) as made:

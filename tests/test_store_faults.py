@@ -16,7 +16,7 @@ import trio
 
 from appliance.store import migrate
 from appliance.store.database import opened
-from appliance.store.failed import StoreFailed
+from appliance.store.failed import StoreFailed, explain
 from appliance.store.rows import JoinToken
 from appliance.store.store import open_store
 
@@ -168,6 +168,28 @@ async def test_a_full_disk_fails_what_was_asked_and_leaves_nothing_of_it(tmp_pat
         database._writer.execute("PRAGMA max_page_count = 100000")
         await database.write(fill)
         assert await database.read(lambda connection: connection.execute(count).fetchone()) == (1001,)
+
+
+@pytest.mark.parametrize(
+    ("free", "told"),
+    [
+        (4096, "cannot be written, because the disk is full; free some room and do it again"),
+        (1 << 30, "failed: disk I/O error; look at the disk, then do it again"),
+        (None, "failed: disk I/O error; look at the disk, then do it again"),
+    ],
+)
+def test_an_io_error_on_a_full_disk_is_called_what_it_is(
+    free: int | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(folder: str) -> object:
+        if free is None:
+            raise OSError(5, "gone")
+        return type("Found", (), {"f_bavail": free // 512, "f_frsize": 512})
+
+    monkeypatch.setattr(os, "statvfs", look)
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    assert str(explain("/state/x.db", error)) == f"the database /state/x.db {told}"
 
 
 def taken_away(folder: Path, replaced: bool) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+FULL_BYTES = 64 << 10
+"""With less than this free the disk is the cause of what SQLite calls an I/O error: it makes a file of 32 KiB beside
+the database, and cannot say why it could not."""
+
 
 class StoreFailed(Exception):
     """The database cannot be opened, read or written. Nothing of what was asked for has been done."""
@@ -13,7 +19,7 @@ def explain(path: str, error: Exception) -> StoreFailed:
 
     code = getattr(error, "sqlite_errorcode", None)
     primary = code & 0xFF if isinstance(code, int) else None
-    if primary == sqlite3.SQLITE_FULL:
+    if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and _is_full(path)):
         told = "cannot be written, because the disk is full; free some room and do it again"
     elif primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         told = "is locked by another process; end that one and do it again"
@@ -28,3 +34,11 @@ def explain(path: str, error: Exception) -> StoreFailed:
     else:
         told = f"failed: {error}; look at the disk, then do it again"
     return StoreFailed(f"the database {path} {told}")
+
+
+def _is_full(path: str) -> bool:
+    try:
+        found = os.statvfs(os.path.dirname(path) or ".")
+    except OSError:
+        return False
+    return found.f_bavail * found.f_frsize < FULL_BYTES
