@@ -60,3 +60,16 @@ def test_a_command_imports_only_what_it_needs(arguments: str) -> None:
     done = subprocess.run([sys.executable, "-c", code, arguments], capture_output=True, text=True, check=True)
     imported = set(done.stdout.splitlines()[-1].split())
     assert not imported & {"trio", "msgspec", "quart", "rich", "cryptography"}
+
+
+def test_a_closed_standard_file_is_nobody_elses() -> None:
+    """Else the first connection would be what libraries take for standard error."""
+    code = (
+        "import os, sys; from appliance.cli import main;"
+        "seen = lambda: {os.readlink(f'/proc/self/fd/{number}') for number in range(3)};"
+        "main.run = lambda arguments: sys.exit(len(seen() - {'/dev/null'}));"
+        "main.main()"
+    )
+    for closed in ("<&- >&- 2>&-", "<&- >/dev/null 2>&-", "</dev/null >&- 2>/dev/null"):
+        done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], check=False)
+        assert done.returncode == 0, closed

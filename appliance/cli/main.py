@@ -7,6 +7,7 @@ that `appliance --help` shows for each: listing the commands must not import all
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -58,9 +59,20 @@ def appliance() -> None:
 
 def main() -> None:
     """Run one command and exit: 0 done, 1 refused or failed, 2 wrong usage. Errors are one line on stderr."""
+    _have_standard_files()
     if sys.argv[1:2] in (["serve"], ["agent"]):
         split()
     sys.exit(run(sys.argv[1:]))
+
+
+def _have_standard_files() -> None:
+    """Where whoever started us has closed one of the three, have it lead nowhere: the next file or connection that is
+    opened would have its number, and get what libraries and children write there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
 
 
 def run(arguments: list[str]) -> int:
