@@ -51,6 +51,22 @@ def test_silence_makes_a_node_unreachable_before_it_ends_the_connection(unreacha
     assert 4 * rhythm.beat_s <= unreachable_after_s < rhythm.silence_s
 
 
+@pytest.mark.parametrize("hours", [-48, -1, 1, 48])
+async def test_a_clock_that_is_set_by_hours_parts_nobody_and_decides_nothing(hours: int, autojump_clock: Clock) -> None:
+    async with control(real=True) as scene:
+        scene.store.give("node-a")
+        await scene.plane.attendance.look_at_papers()
+        link = await scene.join(proof=claim())
+        placed = await next_of(link, Start)
+        scene.wall[0] += hours * 3600.0
+        for _ in range(20):
+            await trio.sleep(5)
+            await link.send(Beat(WALL))
+        assert scene.plane.world.nodes["node-a"].connected and "node-a" in scene.plane.sessions
+        assert list(scene.plane.world.replicas) == [placed.shard.replica]
+        assert abs(scene.plane.world.nodes["node-a"].clock_off_s) == abs(hours) * 3600
+
+
 async def test_a_node_that_is_given_up_has_no_connection_left(autojump_clock: Clock) -> None:
     settings = attrs.evolve(
         SETTINGS, control=ControlSettings(settle_s=0.0, unreachable_after_s=20.0, lost_after_s=21.0)
