@@ -373,6 +373,9 @@ def test_the_doctor_fails_where_something_does(sim: str, tmp_path: Path) -> None
         done = started.ctl("doctor")
         assert "unheard (http://127.0.0.1:1) is unreachable: no connection to it" in done.stdout
         assert done.returncode == 0
+    with router(tmp_path, more) as started:
+        done = started.ctl("doctor")
+        assert (done.returncode, "1 endpoint, none takes requests" in done.stdout) == (1, True), done.stdout
 
 
 # -- the admin socket --------------------------------------------------------------------------------------------------

@@ -112,6 +112,8 @@ def _endpoints(*, placed: bool, announced: bool) -> Iterator[Finding]:
             yield Finding("capacity", "warning", f"{told}: name its engine, or set its capacity")
     if found and not any(entry["why"] for entry in found):
         yield Finding("endpoints", "ok", f"{counted(len(found), 'endpoint')}, all ready")
+    elif found and not any(entry["state"] in ("ready", "probing") for entry in found):
+        yield Finding("endpoints", "failed", f"{counted(len(found), 'endpoint')}, none takes requests")
 
 
 def _groups(gated: dict[str, str]) -> Iterator[Finding]:
