@@ -231,6 +231,22 @@ async def test_a_write_that_has_begun_is_finished_and_one_that_waits_is_dropped(
         assert await store.cordon("after", "root", T)
 
 
+async def test_without_a_further_thread_it_fails_and_the_next_one_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store("", str(tmp_path)) as store:
+
+        def none(*args: object, **more: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("trio._threads.start_thread_soon", none)
+            for ask in (lambda: store.cordons(), lambda: store.cordon("node-a", "root", T)):
+                with pytest.raises(StoreFailed, match="no further thread; raise its limit of tasks"):
+                    await ask()
+        assert await store.cordon("node-a", "root", T) and list(await store.cordons()) == ["node-a"]
+
+
 WRITER = """
 import sys, trio
 from appliance.store.rows import JoinToken

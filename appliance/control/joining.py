@@ -246,7 +246,7 @@ class Joining:
         names = whereabouts.names(self.listen)
         try:
             made = await trio.to_thread.run_sync(self.authority.keep_server, names, self._clock())
-        except PkiFailed as failed:
+        except (PkiFailed, RuntimeError) as failed:  # the latter where there is no further thread
             log.error("cannot renew the control plane's certificate", reason=str(failed))
             return False
         if made:

@@ -27,6 +27,8 @@ LOCKED_S = 5.0
 CLOSE_S = 10.0
 """How long the end waits for a write that has begun, on a disk that does not answer."""
 
+NO_THREAD = "start new thread"
+
 Result = TypeVar("Result")
 
 
@@ -51,11 +53,29 @@ class Database:
     async def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """What `work` returns, done in one transaction of its own in a thread. Raises StoreFailed; then, and when
         `work` raises, nothing is done."""
-        return await trio.to_thread.run_sync(self._transaction, work, limiter=self._writes)
+        return await self._in_thread(self._transaction, work, self._writes)
 
     async def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """What `work` returns, from what is committed. Raises StoreFailed."""
-        return await trio.to_thread.run_sync(self._look, work, limiter=self._reads)
+        return await self._in_thread(self._look, work, self._reads)
+
+    async def _in_thread(
+        self,
+        call: Callable[[Callable[[sqlite3.Connection], Result]], Result],
+        work: Callable[[sqlite3.Connection], Result],
+        limiter: trio.CapacityLimiter,
+    ) -> Result:
+        try:
+            return await trio.to_thread.run_sync(call, work, limiter=limiter)
+        except RuntimeError as error:
+            # All that Python says where the system gives no further thread. Engines of this machine may have taken
+            # them, and whoever serves requests meanwhile must not end for it.
+            if NO_THREAD not in str(error):
+                raise
+            raise StoreFailed(
+                f"the database {self.path} cannot be used, because this machine gives the router no further thread;"
+                " raise its limit of tasks (TasksMax= in the unit, ulimit -u), then do it again"
+            ) from None
 
     def _transaction(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         connection = self._writer
