@@ -159,6 +159,19 @@ async def test_papers_that_others_changed_are_seen_soon(autojump_clock: Clock) -
         assert "node-a" not in scene.plane.world.nodes and "node-b" in scene.plane.world.nodes
 
 
+async def test_a_fault_in_looking_at_papers_is_survived_and_told_once(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with control() as scene:
+        with structlog.testing.capture_logs() as logs, monkeypatch.context() as patched:
+            patched.setattr(scene.plane.attendance, "compare", lambda certificates: 1 / 0)
+            await trio.sleep(3 * PAPERS_S + 1)
+        assert [each["event"] for each in logs] == ["a fault in looking at the certificates"]
+        scene.store.give("node-b")
+        await trio.sleep(PAPERS_S + 1)
+        assert "node-b" in scene.plane.world.nodes, "and it goes on"
+
+
 async def test_an_agent_of_this_process_needs_no_papers(autojump_clock: Clock) -> None:
     async with control() as scene:
         scene.store.give("node-a", revoked=True)

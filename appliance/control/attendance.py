@@ -208,9 +208,18 @@ class Attendance:
     # -- certificates --------------------------------------------------------------------------------------------------
 
     async def keep_looking(self) -> NoReturn:
+        """For ever. A fault of it is survived, as one of the loop that decides: requests are served in this process."""
+        told = ""
         while True:
             await trio.sleep(PAPERS_S)
-            await self.look_at_papers()
+            try:
+                await self.look_at_papers()
+            except Exception as fault:
+                if repr(fault) != told:
+                    log.error("a fault in looking at the certificates", exc_info=fault)
+                told = repr(fault)
+            else:
+                told = ""
 
     async def look_at_papers(self) -> None:
         """Expect nodes that joined, part with those whose certificates were revoked or are over. Done every few
