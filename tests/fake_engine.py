@@ -81,7 +81,7 @@ class Peer:
         if self.buffer:
             http.receive_data(self.buffer)
         head: h11.Request | None = None
-        body = b""
+        body = bytearray()
         while True:
             event = http.next_event()
             if event is h11.NEED_DATA:
@@ -95,12 +95,12 @@ class Peer:
             elif isinstance(event, h11.Request):
                 head = event
             elif isinstance(event, h11.Data):
-                body += bytes(event.data)
+                body += event.data
             elif isinstance(event, h11.EndOfMessage):
                 assert head is not None
                 self.buffer = bytes(http.trailing_data[0])
                 fields = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in head.headers)
-                return Asked(head.method.decode(), head.target.decode("latin-1"), fields, body)
+                return Asked(head.method.decode(), head.target.decode("latin-1"), fields, bytes(body))
             else:
                 return None
 

@@ -10,6 +10,10 @@ import trio
 from tests.gate_scene import Sim, ask, burst, records, rules, sim, tickets
 from tests.routers import Running, router
 
+WITHIN_S = 120.0
+"""Ends a test that would fail anyway."""
+FILLED = 7
+"""90% of 8 slots, whole requests only."""
 HOW = ("configured", "told", "learnt", "cold", "unscraped")
 
 
@@ -34,8 +38,9 @@ async def made_known(door: Running, engine: Sim, how: str) -> None:
         case "told":
             await door.until("the engine told its slots", lambda: load.capacity == slots)
         case "learnt":
-            await burst(door, slots * 12, band="gold", max_tokens=60)
-            await door.until("its slots were learnt", lambda: load.learnt and load.capacity == slots)
+            with trio.fail_after(WITHIN_S):
+                while not (load.learnt and load.capacity == slots):
+                    await burst(door, slots * 12, band="gold", max_tokens=60)
             engine.forget()
         case _:
             assert load.capacity == (slots if how == "configured" else 0)
@@ -50,17 +55,24 @@ async def test_a_burst_of_300_never_leaves_more_than_2_waiting_in_an_engine_of_8
     # process reads late, being held up by others, prove too much (`rules/admission/capacity`, LATE_S): once more then.
     tokens, tries = (60, 3) if how == "unscraped" else (4, 1)
     for number in range(tries):
+        bursts = 1
         folder = tmp_path / str(number)
         folder.mkdir()
         async with sim(8) as engine, router(folder, config=configuration(how, engine)) as door:
             await made_known(door, engine, how)
             group = await burst(door, 300, band="silver", stream=stream, max_tokens=tokens)
+            with trio.fail_after(WITHIN_S):
+                # How soon it is filled depends on how often its metrics can be read meanwhile, so a burst may be over
+                # before. What one burst has shown holds for the next.
+                while how == "cold" and engine.most_running < FILLED and engine.most_waiting <= 2:
+                    assert (await burst(door, 300, band="silver", stream=stream)).statuses() == {200: 300}
+                    bursts += 1
         if engine.most_waiting <= 2:
             break
     assert group.statuses() == {200: 300}
     assert engine.most_waiting <= 2
-    assert engine.most_running >= 7  # 90% of 8, whole requests only
-    assert engine.asked == 300
+    assert engine.most_running >= FILLED
+    assert engine.asked == 300 * bursts
 
 
 async def test_a_burst_on_four_engines_of_2_slots_goes_where_there_is_room(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.fake_engine import (
     streamed,
     whole,
 )
-from tests.raw_client import BrokenOff, Client, chat
+from tests.raw_client import BEYOND_SOCKETS, BrokenOff, Client, chat
 from tests.routers import Running, router
 from tests.test_relay_deadlines import at, full
 
@@ -145,8 +145,8 @@ async def test_while_sending_a_large_body(tmp_path: Path, way: str, nursery: tri
     streams: list[trio.SocketStream] = []
 
     async def reluctant(stream: trio.SocketStream) -> None:
-        streams.append(stream)
-        await stream.receive_some(1000)
+        if (await stream.receive_some(1000)).startswith(b"POST"):
+            streams.append(stream)
         await trio.sleep_forever()
 
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
@@ -154,8 +154,8 @@ async def test_while_sending_a_large_body(tmp_path: Path, way: str, nursery: tri
     async with router(tmp_path, config=at(listener.socket.getsockname()[1])) as door:
         await wait_all_tasks_blocked()
         client = await door.connect()
-        await client.send(chat(filler="x" * 24_000_000))
-        await wait_all_tasks_blocked(0.01)
+        await client.send(chat(filler="x" * BEYOND_SOCKETS))
+        await door.until("it is being sent", lambda: streams)
         assert door.app.gateway.books.live
         await WAYS[way](client)
         await gone(door)

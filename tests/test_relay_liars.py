@@ -29,7 +29,7 @@ from tests.fake_engine import (
     streamed,
     whole,
 )  # fmt: skip
-from tests.raw_client import WITHIN_S, Answer, BrokenOff, chat, request
+from tests.raw_client import BEYOND_SOCKETS, WITHIN_S, Answer, BrokenOff, chat, request
 from tests.routers import Running, router
 
 GOOD = whole(200, CHAT)
@@ -295,8 +295,7 @@ async def test_what_an_endpoint_says_of_itself_may_be_deep(tmp_path: Path, depth
 
 # -- answers before the request is whole -------------------------------------------------------------------------------
 
-LARGE = chat(filler="x" * 24_000_000)
-"""More than the sockets in between take."""
+LARGE = chat(filler="x" * BEYOND_SOCKETS)
 
 
 def endpoint_at(listener: trio.SocketListener) -> str:
@@ -342,7 +341,7 @@ async def test_an_early_success_is_one(tmp_path: Path, nursery: trio.Nursery) ->
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     nursery.start_soon(trio.serve_listeners, early(*streamed(event("a"), DONE)), [listener])
     async with router(tmp_path, config=endpoint_at(listener)) as door:
-        answer = await door.ask(chat(stream=True, filler="x" * 24_000_000))
+        answer = await door.ask(chat(stream=True, filler="x" * BEYOND_SOCKETS))
         assert answer.status == 200 and answer.body == event("a") + DONE
         assert not door.app.gateway.upstreams["a"].idle
     nursery.cancel_scope.cancel()

@@ -21,21 +21,23 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.fake_engine import CHAT, DONE, STREAM_HEAD, Script, event, fake_engine, says, streamed, whole
-from tests.raw_client import BrokenOff, chat
-from tests.routers import router
+from tests.raw_client import BEYOND_SOCKETS, BrokenOff, chat
+from tests.routers import Running, router
 
 PAGE = Path(__file__).parent.parent / "docs" / "retries.md"
 ERROR = b'data: {"error":{"message":"m","type":"t","param":null,"code":%d}}\n\n'
-LARGE = "x" * 24_000_000
+LARGE = "x" * BEYOND_SOCKETS
 
 
 @attrs.frozen
 class Case:
-    """One way to fail. `engine` makes it, at a port of the kernel's choice; `later` seconds pass once it hangs."""
+    """One way to fail. `engine` makes it, at a port of the kernel's choice. Where it hangs, `deadline` is the one that
+    is to strike, once the stream has `begun` or before."""
 
     engine: Callable[[trio.Nursery], int]
     stream: bool = False
-    later: float = 0.0
+    deadline: str = ""
+    begun: bool = False
     filler: str = ""
 
 
@@ -133,12 +135,15 @@ CASES: dict[str, Case] = {
     "cut before the first event": Case(scripted(says(STREAM_HEAD, then="reset")), stream=True),
     "cut in the middle of a stream": Case(scripted(says(*BEGUN, then="reset")), stream=True),
     "a stream that ends without its end": Case(scripted(says(*streamed(event("a")))), stream=True),
-    "deadline dial_s": Case(swallowing, later=6),
-    "deadline first_token_s": Case(scripted(HANGS), stream=True, later=601),
-    "deadline total_s": Case(scripted(HANGS), later=1801),
-    "deadline idle_s": Case(scripted(says(*BEGUN, then="silent")), stream=True, later=121),
-    "deadline stream_total_s": Case(scripted(says(*BEGUN, then="silent")), stream=True, later=101),
+    "deadline dial_s": Case(swallowing, deadline="dial_s"),
+    "deadline first_token_s": Case(scripted(HANGS), stream=True, deadline="first_token_s"),
+    "deadline total_s": Case(scripted(HANGS), deadline="total_s"),
+    "deadline idle_s": Case(scripted(says(*BEGUN, then="silent")), stream=True, deadline="idle_s", begun=True),
+    "deadline stream_total_s": Case(
+        scripted(says(*BEGUN, then="silent")), stream=True, deadline="stream_total_s", begun=True
+    ),
 }
+AFTER_S = {"dial_s": 5, "first_token_s": 600, "total_s": 1800, "idle_s": 120, "stream_total_s": 100}
 SETUPS = ("alone", "a second endpoint", "a fallback", "two more that fail alike")
 
 
@@ -171,7 +176,7 @@ async def endpoints(case: Case, setup: str) -> AsyncIterator[str]:
         if setup == "two more that fail alike":
             engines["b"] = (case.engine(nursery), "llama", 8)
             engines["c"] = (case.engine(nursery), "llama", 7)
-        config = "[deadlines]\nstream_total_s = 100\n" if case.later == 101 else ""
+        config = "[deadlines]\nstream_total_s = 100\n" if case.deadline == "stream_total_s" else ""
         if setup == "a fallback":
             config += '[[models]]\nname = "llama"\nfallbacks = ["other"]\n'
         for id, (port, model, priority) in engines.items():
@@ -181,15 +186,23 @@ async def endpoints(case: Case, setup: str) -> AsyncIterator[str]:
         nursery.cancel_scope.cancel()
 
 
+def runs(door: Running, case: Case) -> bool:
+    """Whether the request is where its deadline is to strike it."""
+    for record in door.app.gateway.books.live.values():
+        assert record.sleeper is not None
+        return record.sleeper.due_name == case.deadline and bool(record.first_byte_at) == case.begun
+    return False
+
+
 async def play(case: Case, setup: str, folder: Path) -> Seen:
     async with endpoints(case, setup) as config, router(folder, config=config) as door:
         await wait_all_tasks_blocked()
         door.app.gateway.drop_stale(math.inf)  # a used connection has a row of its own, below
         client = await door.connect()
         await client.send(chat(stream=case.stream, **({"filler": case.filler} if case.filler else {})))
-        if case.later:
-            await wait_all_tasks_blocked(0.01)
-            door.later(case.later)
+        if case.deadline:
+            await door.until(f"{case.deadline} runs", lambda: runs(door, case))
+            door.later(AFTER_S[case.deadline] + 1)
         try:
             answer = await client.answer("POST")
             seen = str(answer.status)

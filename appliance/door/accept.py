@@ -27,6 +27,9 @@ from .connection import IDLE_AT_STOP_S, Connection, Limits, Site
 
 BACKLOG = 4096
 BACK_OFF_S = 0.1
+CALM_S = 5.0
+"""For how long nothing must have been lacking before that is said to be over. At the limit of open files each
+connection that ends lets another one in, and saying so each time fills the log by twenty lines a second."""
 LOOK_S = 4.0
 LOOKS_AT_ONCE = 500
 MOST_AT_ONCE = 64
@@ -106,7 +109,7 @@ class Listeners:
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
         listener.setblocking(False)
-        short = False
+        short_at = 0.0  # when something was lacking last; 0.0 once that is over
         while True:
             await trio.lowlevel.wait_readable(listener)
             for _ in range(MOST_AT_ONCE):
@@ -117,17 +120,17 @@ class Listeners:
                 except OSError as error:
                     if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                         continue  # that client is gone already; the next may wait
-                    if not short:
-                        short = True
+                    if not short_at:
                         log.error(
                             "cannot accept connections",
                             reason=error.strerror,
                             next_step="raise the limit of open files (LimitNOFILE)",
                         )
+                    short_at = time.monotonic()
                     await trio.sleep(BACK_OFF_S)
                     break
-                if short:
-                    short = False
+                if short_at and time.monotonic() - short_at >= CALM_S:
+                    short_at = 0.0
                     log.info("accepting connections again")
                 nursery.start_soon(self._serve, sock, _peer(address), name="connection")
             await trio.lowlevel.checkpoint()
