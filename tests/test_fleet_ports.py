@@ -111,3 +111,16 @@ def test_where_no_port_is_left_the_waits_grow_as_after_any_failure() -> None:
     grown = [wait for wait in waits if wait != 1.0]
     assert grown == sorted(grown) and grown[-1] > 30
     assert scene.fleet.history.avoided["wide"] == {"a", "b"}
+
+
+def test_an_agent_that_refuses_ports_nobody_asked_for_has_failed() -> None:
+    scene = Scene([inventory("a", 1)], [model()])
+    scene.connect()
+    scene.run(21)
+    for turn in range(200):
+        for agent in scene.agents.values():
+            for report in agent.live:
+                agent.become(report.shard.id, "failed", scene.now, reason="no", refused_port=20000 + turn)
+        scene.tick()
+    assert scene.fleet.history.backoffs["llama"].failures > 3
+    assert scene.world.nodes["a"].refused == {}

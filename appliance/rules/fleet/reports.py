@@ -62,7 +62,8 @@ def trouble(world: World, placed: Placed, now: float) -> Trouble | None:
             report.exit,
             last_line(report),
             report.tail,
-            report.refused_port,
+            # What an agent says of another port is no reason to draw a new one, again and again.
+            report.refused_port if report.refused_port == placed.shards[rank].rendezvous_port else 0,
         )
         for rank, node, report in found
         if report.state == "failed"
