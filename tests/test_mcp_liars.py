@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from appliance.facts.mcp import McpSettings
 from appliance.mcp.merge import MOST_TOLD
 from appliance.mcp.upstream import MOST_REPLIES
-from appliance.rules.mcp import naming
+from appliance.rules.mcp import messages, naming
 from tests.fake_daemon import fake_daemon
 from tests.mcp_door_scene import inside
 from tests.toolservers.scripted import Body, Server, event, failed, response, said, scene
@@ -182,3 +182,104 @@ async def test_a_tool_server_that_is_the_router_itself(tmp_path: Path, monkeypat
         await daemon.tell()
         await router.running.until("the group is gone", lambda: not router.running.app.groups.groups.tool_servers())
         assert "me" not in (await router.status())["groups"]  # and our connections to ourselves are closed
+
+
+MANY = 200_000
+"""Fields of one object: as a dictionary they take a second in which the router serves nobody. 16 MiB hold a million."""
+
+
+def fields(count: int = MANY) -> str:
+    return ",".join(f'"k{i}":0' for i in range(count))
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (f'{{"jsonrpc":"2.0","id":1,"method":"ping",{fields()}}}', None),
+        (f'{{"jsonrpc":"2.0","id":1,"method":"ping","params":{{{fields()}}}}}', -32600),
+        (f'{{"jsonrpc":"2.0","id":1,"method":"tools/list","params":{{"_meta":{{{fields()}}}}}}}', None),
+        (f'{{"jsonrpc":"2.0","id":[{"{}," * MANY}1],"method":"ping"}}', -32600),
+        (f'{{"jsonrpc":"2.0","id":1,"method":[{"{}," * MANY}1]}}', -32600),
+        (f'{{"jsonrpc":[{"{}," * MANY}1],"id":1,"method":"ping"}}', -32600),
+        (f'{{"jsonrpc":"2.0","id":1,"method":"ping","params":[{"{}," * MANY}1]}}', -32600),
+        (f'{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":[{"{}," * MANY}1]}}}}', -32602),
+        (
+            f'{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"x","arguments":[{"{}," * MANY}1]}}}}',
+            -32602,
+        ),
+        (f'{{"jsonrpc":"2.0","id":1,"method":"initialize","params":{{"protocolVersion":[{"{}," * MANY}1]}}}}', None),
+    ],
+)
+async def test_requests_of_a_million_fields_are_not_taken_apart(
+    monkeypatch: pytest.MonkeyPatch, body: str, code: int | None
+) -> None:
+    made = counted_fields(monkeypatch)
+    async with scene(monkeypatch, {"g": Server()}) as here:
+        got = await here.raw("POST", {"content-type": "application/json"}, body.encode())
+        assert (got.status, got.message.get("error", {}).get("code")) == (400 if code == -32600 else 200, code)
+    assert max(made, default=0) <= messages.MOST_FIELDS
+
+
+@pytest.mark.parametrize("naming", ["prefix", "flat"])
+async def test_arguments_and_results_of_a_million_fields_pass_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, naming: str
+) -> None:
+    server = Server("modern")
+    server.tools[0]["inputSchema"] = {"properties": {"k1": {"x-mcp-header": "k"}}}
+
+    async def tool(params: Any, notify: Any) -> Any:
+        return {"content": [], "structuredContent": params["arguments"], "isError": False}
+
+    server.tool = tool
+    made = counted_fields(monkeypatch)
+    async with scene(monkeypatch, {"g": server}, McpSettings(naming=naming)) as here:
+        params = f'{{"name":"g__add","arguments":{{{fields()}}}}}'
+        message = f'{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{params}}}'
+        got = await here.raw("POST", {"content-type": "application/json"}, message.encode())
+        assert len(got.message["result"]["structuredContent"]) == MANY
+    assert len(server.ran[0]["arguments"]) == MANY
+    assert max(made) <= messages.MOST_FIELDS
+
+
+@pytest.mark.parametrize("what", ["a result", "an error", "a list", "a schema", "many tools"])
+async def test_servers_that_answer_with_a_million_fields(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    server = Server("modern")
+
+    def answers(method: str, headers: httpx.Headers, body: Any) -> httpx.Response | None:
+        listed = what in ("a list", "a schema", "many tools")
+        if body["method"] != ("tools/list" if listed else "tools/call"):
+            return None
+        said_ = {
+            "a result": f'"result":{{{fields()}}}',
+            "an error": f'"error":{{{fields()}}}',
+            "a list": f'"result":{{"tools":[],{fields()}}}',
+            "a schema": f'"result":{{"tools":[{{"name":"t","inputSchema":{{"properties":{{{fields()}}}}}}}]}}',
+            "many tools": f'"result":{{"tools":[{"{}," * 2 * MANY}{{"name":"t"}}]}}',
+        }[what]
+        return response(200, f'{{"jsonrpc":"2.0","id":{body["id"]},{said_}}}'.encode())
+
+    server.before = answers
+    made = counted_fields(monkeypatch)
+    async with scene(monkeypatch, {"g": server}) as here:
+        if what in ("a result", "an error"):
+            wrong, text = await here.call("g__add")
+            assert wrong == "failed"
+            assert "neither a result nor an error" in text or "without a message" in text
+        else:
+            assert await here.names() == ["serve_status"]
+    assert max(made) <= messages.MOST_FIELDS
+
+
+def counted_fields(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many fields each dictionary has that is made of an object from now on."""
+    made: list[int] = []
+    decoder = messages._fields
+
+    class Counting:
+        def decode(self, data: Any) -> Any:
+            found = decoder.decode(data)
+            made.append(len(found))
+            return found
+
+    monkeypatch.setattr(messages, "_fields", Counting())
+    return made

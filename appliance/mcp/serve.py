@@ -116,7 +116,7 @@ class Endpoint:
             await _refuse(out, ask, protocol.INVALID_PARAMS, "params.name is the name of a tool")
             return
         arguments = params.get("arguments")
-        if arguments is not None and messages.taken_apart(arguments) is None and messages.value(arguments) is not None:
+        if not (messages.is_object(arguments) or messages.is_null(arguments)):
             await _refuse(out, ask, protocol.INVALID_PARAMS, "params.arguments is an object")
             return
         # Header values outside ASCII are told in base64; others are no words of this protocol.

@@ -37,6 +37,12 @@ PROBE_S = 3.0
 """How long a server may think about `server/discover` before it is taken for one that never heard of it."""
 MOST_PAGES = 100
 MOST_TOOLS = 10_000
+MOST_COMMAS = 1_000_000
+"""Of a list of tools: to make a list of five million empty ones takes half a second."""
+FIELD_BYTES = 20
+MOST_LIST_FIELDS = 200_000
+"""A list may have one field in so many bytes, and so many at most: it is taken apart in one go, and fields take far
+longer than bytes."""
 MOST_REPLIES = 8
 """Questions of one server that are being answered. Each costs a request of ours, so further ones are passed over: they
 are pings, and a server that asks so often knows that we are there."""
@@ -244,6 +250,7 @@ class Upstream:
         await self._greeted()
         tools: list[Tool] = []
         left = most_bytes
+        fields_left = most_fields = min(MOST_LIST_FIELDS, most_bytes // FIELD_BYTES)
         seen: set[str] = set()
         cursor: str | None = None
         while True:
@@ -254,6 +261,9 @@ class Upstream:
             entries = _raws((answer.result or {}).get("tools"))
             if entries is None:
                 raise Trouble(f"tools/list gave no tools: {_shown(answer)}")
+            fields_left -= sum(bytes(entry).count(b":") for entry in entries)
+            if fields_left < 0:
+                raise Trouble(f"a list of tools of more than {most_fields} fields")
             left -= sum(len(bytes(entry)) for entry in entries)
             if left < 0:
                 raise Trouble(f"a list of tools of more than {most_bytes} bytes")
@@ -438,7 +448,9 @@ def _raws(raw: msgspec.Raw | None) -> list[msgspec.Raw] | None:
     if raw is None:
         return None
     try:
-        return msgspec.json.decode(raw, type=list[msgspec.Raw])
+        if bytes(raw).count(b",") > MOST_COMMAS:
+            return None
+        return msgspec.json.decode(raw, type=list[msgspec.Raw])[:MOST_TOOLS]
     except (msgspec.MsgspecError, RecursionError):
         return None
 

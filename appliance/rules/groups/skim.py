@@ -20,6 +20,8 @@ MOST_AGENTS = 4096
 MOST_FIELD_BYTES = 4 << 10
 """Of one field that is read. A list of addresses is the longest of them."""
 MOST_MODEL_ROW_BYTES = 32 << 10
+MOST_COMMAS = 200_000
+"""In all of an engine's rows."""
 MOST_MODELS = 1000
 MOST_MODEL_BYTES = 1 << 20
 """Of all entries of one engine. What comes after is known by its name alone, as long as those are no more either."""
@@ -33,6 +35,8 @@ _ROW = frozenset(
     )
 )
 
+_TOP = ("node_id", "node_ip", "addrs", "peers", "groups", "appliance")
+
 _Raws = dict[str, msgspec.Raw]
 _DROPPED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
@@ -41,13 +45,25 @@ class NotJson(ValueError):
     """The bytes are no JSON, or so deep that nobody means them."""
 
 
+_ABSENT = msgspec.Raw(b"")
+
+
 class _Named(msgspec.Struct):
     id: str
 
 
+class _Listed(msgspec.Struct):
+    data: msgspec.Raw = _ABSENT
+
+
+_Top = msgspec.defstruct("_Top", [(key, msgspec.Raw, _ABSENT) for key in _TOP])
+_Row = msgspec.defstruct("_Row", [(key, msgspec.Raw, _ABSENT) for key in sorted(_ROW)])
+"""What else a document or a row has is passed over, and no dictionary is made of it."""
+
+
 def document(body: bytes) -> object:
     """A daemon's `/status` with the fields that are read. Raises NotJson."""
-    top = _table(_whole(body))
+    top = _fields(_whole(body), _Top)
     if top is None:
         return None
     left = [MOST_AGENTS, MOST_AGENTS]
@@ -65,9 +81,10 @@ def document(body: bytes) -> object:
 
 def entries(body: bytes, most_bytes: int = MOST_MODEL_BYTES) -> list[Mapping[str, object]]:
     """An engine's rows of models, those with an id, of about `most_bytes` in all. Raises NotJson."""
-    top = _table(_whole(body)) or {}
+    listed = (_fields(_whole(body), _Listed) or {}).get("data", _ABSENT)
     try:
-        rows = msgspec.json.decode(top.get("data", b"[]"), type=list[msgspec.Raw])
+        # Of millions of empty rows not even a list is made.
+        rows = [] if bytes(listed).count(b",") > MOST_COMMAS else msgspec.json.decode(listed, type=list[msgspec.Raw])
     except _DROPPED:
         return []
     found: list[Mapping[str, object]] = []
@@ -124,8 +141,8 @@ def _rows(raw: msgspec.Raw, most: int) -> object:
 
 
 def _row(raw: msgspec.Raw) -> object:
-    fields = _table(raw)
-    return None if fields is None else {key: _value(fields[key]) for key in fields if key in _ROW}
+    fields = _fields(raw, _Row)
+    return None if fields is None else {key: _value(fields[key]) for key in fields}
 
 
 def _first(groups: _Raws) -> Iterator[str]:
@@ -144,6 +161,16 @@ def _table(raw: msgspec.Raw) -> _Raws | None:
         return msgspec.json.decode(raw, type=_Raws)
     except _DROPPED:
         return None
+
+
+def _fields(raw: msgspec.Raw, known: type[msgspec.Struct]) -> _Raws | None:
+    """Those fields of an object that `known` has; None where it is none."""
+    try:
+        found = msgspec.json.decode(raw, type=known)
+    except _DROPPED:
+        return None
+    fields = {key: getattr(found, key) for key in known.__struct_fields__}
+    return {key: raw for key, raw in fields.items() if len(memoryview(raw))}
 
 
 def _value(raw: msgspec.Raw, most: int = MOST_FIELD_BYTES) -> object:

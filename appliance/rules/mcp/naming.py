@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import attrs
 import msgspec
 
-from .messages import Fields, raw, taken_apart, value
+from .messages import Fields, is_object, raw, taken_apart, value
 
 SEPARATOR = "__"
 GROUP_ARGUMENT = "__group"
@@ -27,10 +27,11 @@ _EMPTY_SCHEMA = {"type": "object", "properties": {}}
 
 @attrs.frozen
 class Tool:
-    """A tool as its group lists it; `entry` is the whole of it."""
+    """A tool as its group lists it; `entry` is the whole of it. `takes_group`: it has an argument called like ours."""
 
     name: str
     entry: Fields
+    takes_group: bool = False
 
 
 @attrs.frozen
@@ -81,7 +82,7 @@ def tools_of(entries: Iterable[msgspec.Raw]) -> list[Tool]:
         fields = taken_apart(entry)
         name = value(fields.get("name")) if fields else None
         if fields is not None and isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable():
-            tools.append(Tool(name, fields))
+            tools.append(Tool(name, fields, GROUP_ARGUMENT in _properties(fields)))
     return tools
 
 
@@ -105,7 +106,7 @@ def merge(
             else:
                 prefixed[long] = group, tool.name
                 by_prefix.append(_prefixed(group, tool))
-            if tool.name in own or GROUP_ARGUMENT in _properties(tool):
+            if tool.name in own or tool.takes_group:
                 if naming == "flat":
                     taken = f"{tool.name} is a tool of the router"
                     reason = taken if tool.name in own else f"it has an argument {GROUP_ARGUMENT} of its own"
@@ -113,9 +114,8 @@ def merge(
                 continue
             offers.setdefault(tool.name, []).append(group)
             first.setdefault(tool.name, tool)
-    by_flat = [_flat(tool, offers[name]) for name, tool in first.items()]
     flat = {name: tuple(having) for name, having in offers.items()}
-    listed = by_prefix if naming == "prefix" else by_flat
+    listed = by_prefix if naming == "prefix" else [_flat(tool, offers[name]) for name, tool in first.items()]
     return Merged((*native, *listed), own, prefixed, flat, tuple(dropped), naming)
 
 
@@ -167,7 +167,7 @@ def _prefixed(group: str, tool: Tool) -> Mapping[str, object]:
         **tool.entry,
         "name": group + SEPARATOR + tool.name,
         "description": text,
-        "inputSchema": schema if taken_apart(schema) is not None else _EMPTY_SCHEMA,
+        "inputSchema": schema if is_object(schema) else _EMPTY_SCHEMA,
     }
 
 
@@ -179,15 +179,15 @@ def _flat(tool: Tool, offering: Sequence[str]) -> Mapping[str, object]:
         "enum": list(offering),
         "description": "The group whose tool is called.",
     }
-    schema["properties"] = {**_properties(tool), GROUP_ARGUMENT: whose}
+    schema["properties"] = {**_properties(tool.entry), GROUP_ARGUMENT: whose}
     if len(offering) > 1:
         required = value(given.get("required"))
         schema["required"] = [*(required if isinstance(required, list) else []), GROUP_ARGUMENT]
     return {**tool.entry, "name": tool.name, "inputSchema": schema}
 
 
-def _properties(tool: Tool) -> Fields:
-    schema = taken_apart(tool.entry.get("inputSchema")) or {}
+def _properties(entry: Fields) -> Fields:
+    schema = taken_apart(entry.get("inputSchema")) or {}
     return taken_apart(schema.get("properties")) or {}
 
 
