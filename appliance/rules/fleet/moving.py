@@ -7,6 +7,7 @@ knows; what can be told is which nodes to drain, and that whatever runs there ha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import attrs
 
@@ -26,10 +27,9 @@ def to_drain(world: World, models: dict[str, Model], profile: Profile) -> tuple[
     """Nodes that would hold one more replica of `profile` together, were what runs there elsewhere, where there is room
     for it; empty where no such nodes were found. For a profile that fits nowhere now."""
     spots = {name: spot_of(node) for name, node in world.nodes.items()}
-    for tried, empty in enumerate(_emptied(world, profile, spots)):
-        if tried == MOST_TRIED:
-            break
-        if _fits(world, models, profile, spots, empty):
+    rooms = Rooms(spots.values())
+    for empty in islice(_emptied(world, profile, spots), MOST_TRIED):
+        if _fits(world, models, profile, rooms, spots, empty):
             return empty
     return ()
 
@@ -62,18 +62,33 @@ def _movable(world: World, spots: dict[str, Spot]) -> Iterator[Node]:
 
 
 def _fits(
-    world: World, models: dict[str, Model], profile: Profile, spots: dict[str, Spot], drained: Sequence[str]
+    world: World,
+    models: dict[str, Model],
+    profile: Profile,
+    rooms: Rooms,
+    spots: dict[str, Spot],
+    drained: Sequence[str],
 ) -> bool:
-    """Whether all that is on the drained nodes has a place on the others, and the replica then one on them."""
+    """Whether all that is on the drained nodes has a place on the others, and the replica then one on them. The rooms
+    are left as they were."""
     there = {replica for name in drained for replica in _replicas(world.nodes[name])}
-    moved = sorted((world.replicas[each] for each in there), key=_size)
     # What a replica has on further nodes is not free yet: its replacement comes first.
-    rooms = Rooms(attrs.evolve(spot, why_not="drained") if name in drained else spot for name, spot in spots.items())
-    if not all(placed.model not in models or rooms.place(models[placed.model]) is not None for placed in moved):
-        return False
     for name in drained:
-        rooms.set(_empty(spots[name]))
-    return rooms.find(profile) is not None
+        rooms.set(attrs.evolve(spots[name], why_not="drained"))
+    touched = set(drained)
+    try:
+        for placed in sorted((world.replicas[each] for each in there), key=_size):
+            if (model := models.get(placed.model)) is None:
+                continue  # it goes anyway
+            if (place := rooms.place(model)) is None:
+                return False
+            touched.update(seat.node for seat in place.seats)
+        for name in drained:
+            rooms.set(_empty(spots[name]))
+        return rooms.find(profile) is not None
+    finally:
+        for name in touched:
+            rooms.set(spots[name])
 
 
 def _replicas(node: Node) -> set[str]:
