@@ -342,6 +342,20 @@ async def test_a_request_sent_during_an_outage_succeeds_when_the_engine_is_back(
             assert len(engine.asked) == 1
 
 
+async def test_a_refused_connection_counts_as_a_failed_probe(tmp_path: Path) -> None:
+    """Without a wait the first request finds it out, and those after it are told why."""
+    async with restartable() as engine, fake_daemon() as daemon:
+        daemon.group("glm", openai=url_of(engine))
+        async with outside(tmp_path, daemon.address, PROBE_INTERVAL_S="3600", PROBE_FRESH_S="9999") as door:
+            await door.serves("llama")
+            engine.stop()
+            answer = await door.chat("llama")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
+            answer = await door.chat("llama")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_ready")
+            await door.gated("glm", "endpoint probe failed")
+
+
 async def test_a_peer_of_the_one_seed_is_found(tmp_path: Path) -> None:
     async with fake_engine() as engine, fake_daemon(node_id="N2") as second, fake_daemon() as first:
         second.group("glm", openai=url_of(engine))

@@ -122,13 +122,12 @@ class Gateway(Attempts):
         """Whether its group refused the connection, so that nothing was sent, and requests wait for groups that are
         gone. The group counts as gone from here on, without waiting for a probe to find out."""
         attempts, wait_s = errand.record.attempts, self.gate.missed_wait_s
-        if not attempts or attempts[-1].kind != REFUSED or not wait_s or errand.only:
-            return False
-        member = self.table.members.get(attempts[-1].endpoint)
-        if member is None or not member.endpoint.announced or time.monotonic() - errand.call.arrived >= wait_s:
+        member = self.table.members.get(attempts[-1].endpoint) if attempts else None
+        if member is None or not member.endpoint.announced or attempts[-1].kind != REFUSED:
             return False
         self.refused(member.id)
-        return bool(errand.entry.waking)
+        in_time = time.monotonic() - errand.call.arrived < wait_s
+        return in_time and not errand.only and bool(errand.entry.waking)
 
     def _ask_no_routers(self, errand: Errand) -> None:
         """Another router asks: what only further routers have is not passed on to it. Raises Refusal."""
