@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,8 +16,12 @@ import trio
 from trio_websocket import open_websocket_url
 
 from appliance.agent import procfs
+from appliance.cli.agent_tree import AgentTree
+from appliance.cli.config import load
+from appliance.cli.startfailed import StartFailed
 from appliance.demo.child import DidNotStart
 from appliance.demo.engine import model_file
+from appliance.facts.report import Report
 from tests.agent_process import Agents, agents, chat, model, need_llama
 from tests.engines.tiny_gguf import TinyModels, words
 from tests.processes import until
@@ -203,6 +208,25 @@ async def test_refusals_of_a_start(tmp_path: Path) -> None:
         (told,) = await scene.refused(env={"STATE_DIRECTORY": str(tmp_path / "appliance-other")})
         assert "agent.inventory_file: " in told
         assert "gpu: unknown key" in told
+
+
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [(errno.ENOSPC, "make room there, then start the agent again"), (errno.EACCES, "set STATE_DIRECTORY and")],
+)
+async def test_a_disk_that_cannot_be_used_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: str
+) -> None:
+    scene = Agents(tmp_path)
+    scene.configure("")
+    tree = AgentTree(load(None, scene.environment()).settings)
+
+    async def adopt() -> list[Report]:
+        raise OSError(number, os.strerror(number), "/x")
+
+    monkeypatch.setattr(tree.shards, "adopt", adopt)
+    with pytest.raises(StartFailed, match=f"^/x cannot be used: {os.strerror(number)}; {step}"):
+        await tree.adopt()
 
 
 async def test_a_router_reaches_what_an_agent_runs(tmp_path: Path, tiny_models: TinyModels) -> None:

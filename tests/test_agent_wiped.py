@@ -13,8 +13,11 @@ from pathlib import Path
 
 import attrs
 import pytest
+import trio
+from structlog.testing import capture_logs
 
 from appliance.agent import home, procfs
+from appliance.agent import shards as shards_module
 from appliance.agent.home import Host, NotOurs
 from appliance.agent.ownership import StateInUse
 from appliance.agent.records import Store
@@ -179,6 +182,29 @@ async def test_no_agent_begins_where_one_still_runs_on_the_removed_directory(tmp
                 kill(pid)
 
 
+async def test_a_directory_that_is_removed_under_an_agent_is_told_of_once(
+    place: Scene, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "LOOK_S", 0.02)
+    with capture_logs() as lines:
+        async with agent(place) as shards:
+            shards.start(stub("r1"))
+            left.append((await reported(shards, "r1/0", "ready")).pid)
+            await trio.sleep(0.1)
+            assert lines == []
+            away = place.state.with_name("away")
+            place.state.rename(away)
+            await until(lambda: lines)
+            await trio.sleep(0.1)
+            away.rename(place.state)
+            await until(lambda: len(lines) > 1)
+    assert [line["event"] for line in lines] == [
+        "the state directory was removed while this agent runs, nothing new can be started",
+        "the state directory is back",
+    ]
+    assert lines[0]["directory"] == str(place.state)
+
+
 # -- copied ------------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +346,9 @@ def test_a_restored_backup_is_the_directory_itself(tmp_path: Path) -> None:
     assert opened(state) == ""
     (tmp_path / "by-another-name").symlink_to(state)
     assert opened(tmp_path / "by-another-name") == ""
+    # A name that is no text.
+    odd = tmp_path / "appliance-\udcff"
+    assert opened(odd) == opened(odd) == ""
     # Moved, with its old name leading to the new one.
     state.rename(tmp_path / "data")
     state.symlink_to(tmp_path / "data")

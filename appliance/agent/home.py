@@ -28,6 +28,7 @@ import attrs
 import msgspec
 
 from appliance.agent import procfs
+from appliance.agent.wording import to_json
 
 BOARD = Path("/sys/class/dmi/id/product_uuid")
 MACHINE = Path("/etc/machine-id")
@@ -106,7 +107,7 @@ def settle(shards: Path) -> None:
             beside = note.with_name(".home.new")
             descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(now))
+                file.write(to_json(now))
             beside.replace(note)
 
 

@@ -53,6 +53,17 @@ def own(path: Path, check: Callable[[], None] = lambda: None) -> int:
     return descriptor
 
 
+def removed(descriptor: int, path: Path) -> bool:
+    """Whether the lock that is held is not what lies at `path` any more: somebody has removed or moved the directory,
+    and another agent would own what it finds there. Blocks on the disk; False where nothing can be said."""
+    try:
+        return not os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
 def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -35,7 +35,7 @@ import msgspec
 
 from appliance.agent import procfs
 from appliance.agent.home import belongs, settle
-from appliance.agent.ownership import own
+from appliance.agent.ownership import own, removed
 from appliance.agent.wording import to_json
 from appliance.facts.launch import HttpReady, StopStep
 from appliance.facts.replica import Shard
@@ -195,6 +195,10 @@ class Store:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def removed(self) -> bool:
+        """Whether somebody has taken the directory away from under us. Blocks on the disk."""
+        return self._lock >= 0 and removed(self._lock, self.shards / "lock")
 
     def folder(self, shard_id: str) -> str:
         """The shard's own folder."""

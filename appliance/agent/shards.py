@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NoReturn
 
+import structlog
 import trio
 
 from appliance.agent import logs, procfs, records
@@ -29,6 +30,11 @@ from appliance.facts.replica import Shard
 from appliance.facts.report import Report
 from appliance.rules.engines.patience import Patience
 from appliance.rules.engines.ports import PortPool
+
+LOOK_S = 15.0
+"""Seconds between two looks at whether the state directory is still there."""
+
+log = structlog.get_logger("agent")
 
 
 class Shards:
@@ -67,6 +73,7 @@ class Shards:
         booted: str = "/run/systemd/system",
     ) -> None:
         self._booted = booted
+        self._state_dir = state_dir
         self._store = records.Store(state_dir)
         self._node = Node(
             run_dir=run_dir,
@@ -121,10 +128,26 @@ class Shards:
                 for tree in self._trees.values():
                     nursery.start_soon(tree.live, name=f"shard {tree.shard.id}")
                 task_status.started()
-                await trio.sleep_forever()
+                await self._watch_directory()
         finally:
             self._nursery = None
-        raise AssertionError("it ends only by cancellation")
+
+    async def _watch_directory(self) -> NoReturn:
+        """Tell once that the state directory is gone: what runs is watched all the same, but nothing can be written
+        down of it, so that no other agent could ever adopt it."""
+        told = False
+        while True:
+            gone = await trio.to_thread.run_sync(self._store.removed, abandon_on_cancel=True)
+            if gone and not told:
+                log.error(
+                    "the state directory was removed while this agent runs, nothing new can be started",
+                    directory=self._state_dir,
+                    next_step="put it back, or restart the agent, which ends the engines that run now",
+                )
+            elif told and not gone:
+                log.info("the state directory is back", directory=self._state_dir)
+            told = gone
+            await trio.sleep(LOOK_S)
 
     def start(self, shard: Shard) -> None:
         """Have `shard` run. Nothing happens while one of that id is there and has not ended; one that has ended is

@@ -153,10 +153,10 @@ class AgentTree:
                         "engines that may run here cannot be looked at, since there are too many open files:"
                         " allow more (LimitNOFILE of the unit, ulimit -n); the engines go on"
                     ) from None
-                raise StartFailed(
-                    f"{error.filename or folder} cannot be used: {error.strerror}; set STATE_DIRECTORY and"
-                    " RUNTIME_DIRECTORY to folders that this user can write"
-                ) from None
+                step = "set STATE_DIRECTORY and RUNTIME_DIRECTORY to folders that this user can write"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    step = "make room there, then start the agent again; engines that run go on"
+                raise StartFailed(f"{error.filename or folder} cannot be used: {error.strerror}; {step}") from None
         self._adopted = True
         adopted = [report.shard.id for report in found if not report.ended]
         if adopted:
