@@ -65,54 +65,25 @@ class Ask(msgspec.Struct, gc=False):
     previous_response_id: msgspec.Raw = ABSENT
 
 
-class Call:
+class Call(msgspec.Struct, eq=False, gc=False):
     """One request on its way through the gateway.
 
-    Written once by the door (or the playground) and only read afterwards. A plain class with slots: a frozen attrs
-    class of this width costs 3 microseconds to make, a twentieth of what a whole request may cost.
+    Written once by the door (or the playground) and only read afterwards. A msgspec struct: a frozen attrs class of
+    this width costs 3 microseconds to make, a thirtieth of what a whole request may cost.
 
     `method` and `target` go to the engine as they are; `headers` holds the request's fields by lower-case name. `model`
     is the name asked for. `arrived` is in seconds of `time.monotonic`. `marks` are the routers it has come through.
     """
 
-    __slots__ = (
-        "arrived",
-        "ask",
-        "body",
-        "caller",
-        "headers",
-        "marks",
-        "method",
-        "model",
-        "request_id",
-        "route",
-        "stream",
-        "target",
-    )
-
-    def __init__(
-        self,
-        request_id: bytes,
-        method: bytes,
-        target: bytes,
-        route: Route,
-        headers: dict[bytes, bytes],
-        body: bytes,
-        ask: Ask,
-        model: str,
-        stream: bool,
-        caller: Caller,
-        arrived: float,
-    ) -> None:
-        self.request_id = request_id
-        self.method = method
-        self.target = target
-        self.route = route
-        self.headers = headers
-        self.body = body
-        self.ask = ask
-        self.model = model
-        self.stream = stream
-        self.caller = caller
-        self.arrived = arrived
-        self.marks: tuple[str, ...] = ()
+    request_id: bytes
+    method: bytes
+    target: bytes
+    route: Route
+    headers: dict[bytes, bytes]
+    body: bytes
+    ask: Ask
+    model: str
+    stream: bool
+    caller: Caller
+    arrived: float
+    marks: tuple[str, ...] = ()

@@ -186,7 +186,7 @@ class Line:
         if not self.readable:
             return None
         try:
-            data = bytes(_arrived[: self.sock.recv_into(_arrived)])
+            data = _arrived[: self.sock.recv_into(_arrived)].tobytes()
         except BlockingIOError:
             self.readable = False
             return None

@@ -15,7 +15,10 @@ SAME = 1e-9
 def best(totals: Sequence[float], rng: Random) -> int:
     """The index of the highest total; ties by chance, or the first endpoint of the file would take every idle hour."""
     top = max(totals) - SAME
-    tied = [index for index, total in enumerate(totals) if total >= top]
+    tied = []
+    for index, total in enumerate(totals):
+        if total >= top:
+            tied.append(index)
     return tied[0] if len(tied) == 1 else tied[int(rng.random() * len(tied))]
 
 
