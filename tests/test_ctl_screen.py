@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -104,3 +110,23 @@ def test_a_long_sentence_goes_on_under_itself(width: pytest.MonkeyPatch, capsys:
     screen.print_pairs([("label", "word " * 8)], indent=2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("  label  word") and all(line.startswith("         word") for line in lines[1:])
+
+
+def test_a_pipe_is_whole_at_a_narrow_terminal_too(tmp_path: Path) -> None:
+    """`ctl ... | grep` is typed at one: standard input and error are the terminal, and standard output is not."""
+    near, far = pty.openpty()
+    try:
+        termios.tcsetwinsize(far, (24, 40))
+        env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        command = [sys.executable, "-m", "appliance", "ctl", "config", "show"]
+        done = subprocess.run(
+            command, stdin=far, stdout=subprocess.PIPE, stderr=far, text=True, env={**env, "HOME": str(tmp_path)}
+        )
+    finally:
+        os.close(near)
+        os.close(far)
+    assert done.returncode == 0
+    assert "\u2026" not in done.stdout
+    assert any(
+        line.split() == ["server.metrics_listen", '["127.0.0.1:6390"]', "default"] for line in done.stdout.splitlines()
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -46,9 +47,10 @@ class Column:
 
 @functools.cache
 def console() -> Console:
-    """Standard output. A pipe has no width of its own, unless COLUMNS gives one."""
+    """Standard output. A pipe has no width of its own, unless COLUMNS gives one; that of the terminal behind the other
+    streams is none of its business."""
     made = Console(highlight=False, markup=False, emoji=False)
-    if not made.is_terminal and made.width == 80 and "COLUMNS" not in made._environ:
+    if not made.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         made.width = NO_WIDTH
     return made
 
