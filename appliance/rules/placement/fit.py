@@ -60,7 +60,8 @@ def choose(profile: Profile, free: Mapping[str, Sequence[Gpu]], gpu_class: str =
 
 def is_young(profile: Profile, gpus: Iterable[Gpu]) -> bool:
     """Whether these GPUs know what the profile asks of them."""
-    return capability.suffices(capability.least(gpus), capability.needed(profile))
+    need = capability.needed(profile)
+    return need is None or capability.suffices(capability.least(gpus), need)
 
 
 def choose_gpus(profile: Profile, inventory: Inventory, taken: Mapping[str, str]) -> tuple[Gpu, ...]:

@@ -64,7 +64,7 @@ class Shelf:
         return [
             row
             for row in self.rows
-            if row[1] >= least and not (fetches and row[2]) and capability.suffices(row[3], need)
+            if row[1] >= least and not (fetches and row[2]) and (need is None or capability.suffices(row[3], need))
         ]
 
     def emptiest(self, rows: list[Row]) -> Iterator[str]:
