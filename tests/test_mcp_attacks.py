@@ -174,6 +174,48 @@ async def test_calls_that_a_server_cannot_read_leave_no_sessions_behind(tmp_path
     assert len(server.asked("tools/call")) == 21
 
 
+async def test_a_call_outlives_a_moment_in_which_nobody_tells_of_its_group(tmp_path: Path) -> None:
+    """A daemon that is started anew knows nobody until the agents call again; the tool server never noticed."""
+    server = Server()
+    waits, goes_on = trio.Event(), trio.Event()
+
+    async def tool(params: Any, notify: Any) -> Any:
+        if not params["arguments"]:
+            return {"content": [{"type": "text", "text": "at once"}]}
+        waits.set()
+        await goes_on.wait()
+        return {"content": [{"type": "text", "text": "done"}]}
+
+    server.tool = tool
+    async with fake_daemon() as daemon, at(server) as tools:
+        daemon.group("g", mcp=tools)
+        async with outside(tmp_path, daemon.address) as door:
+            await knows(door, "g")
+            answers = []
+
+            async def ask() -> None:
+                answers.append(await door.call("g__add", slowly=True))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await waits.wait()
+                group = daemon.groups.pop()
+                await daemon.tell()
+                await door.until("it is gone", lambda shown: not shown["groups"])
+                assert [tool["name"] for tool in await door.tools()] == ["serve_status"]
+                daemon.groups.append(group)
+                await daemon.tell()
+                await knows(door, "g")
+                assert await door.call("g__add") == (False, "at once")
+                assert not answers
+                goes_on.set()
+            assert answers == [(False, "done")]
+            with trio.fail_after(10):
+                while "s1" in server.sessions:  # noqa: ASYNC110 - another process ends it
+                    await trio.sleep(0.02)
+            assert len(server.sessions) == 1
+
+
 @pytest.mark.parametrize("version", ["2025-11-25\r\nx-injected: 1", "v" * 5000, "größe", " "])
 async def test_a_version_that_is_none(version: str, tmp_path: Path) -> None:
     server = Server()

@@ -172,7 +172,7 @@ class Merge:
             self._merged.clear()
             for source, one in self._watched.items():
                 if source not in kept:
-                    self._later(one.upstream.part)
+                    self._later(one.upstream.leave)
         self._watched = {source: one or self._new(source) for source, one in kept.items()}
         return list(self._watched.values())
 

@@ -112,6 +112,8 @@ class Upstream:
         self._modern: bool | None = None
         self._session: Session | None = None
         self._replying = 0
+        self._calls = 0
+        self._rest = trio.Event()
 
     def configure(self, settings: McpSettings) -> None:
         self._settings = settings
@@ -144,6 +146,15 @@ class Upstream:
 
     async def call(self, route: Route, asked: Asked, deliver: Deliver) -> Answered:
         """Run a tool, or fail; nothing is sent a second time. Raises Trouble; the caller sets the time."""
+        self._calls += 1
+        try:
+            return await self._call(route, asked, deliver)
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._rest.set()
+
+    async def _call(self, route: Route, asked: Asked, deliver: Deliver) -> Answered:
         await self._greeted()
         if asked.marks and self.router:
             raise Unreached("it is another router, which is asked nothing for a third one")
@@ -154,6 +165,16 @@ class Upstream:
         if modern:
             fields |= self._argument_fields(route, asked)
         return await self._ask(identity, "tools/call", params, deliver, route.tool, fields)
+
+    async def leave(self) -> None:
+        """Part when the calls that run have ended. A group that is told of no more may be there all the same: its
+        daemon was started anew, and knows nobody yet."""
+        try:
+            while self._calls:
+                self._rest = trio.Event()
+                await self._rest.wait()
+        finally:
+            await self.part()
 
     async def part(self) -> None:
         """Say goodbye, within PARTING_S, and close all connections."""
