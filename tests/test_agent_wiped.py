@@ -205,6 +205,28 @@ async def test_a_directory_that_is_removed_under_an_agent_is_told_of_once(
     assert lines[0]["directory"] == str(place.state)
 
 
+async def test_engines_that_another_directory_has_taken_over_are_not_lost_here(tmp_path: Path) -> None:
+    """Copied to another disk and removed here: the kernel says of them that they were in this one."""
+    with making_agents(tmp_path, PORTS) as agents:
+        agents.begin(run={"r1": []})
+        pid = agents.wait(lambda found: found["r1/0"]["state"] == "ready")["r1/0"]["pid"]
+        agents.end()
+        old = tmp_path / "old"
+        # What the one after it sees: the same directory, as a copy of one that was removed.
+        agents.place.state.rename(old)
+        shutil.copytree(old, agents.place.state)
+        shutil.rmtree(old)
+        try:
+            agents.begin()
+            agents.wait(lambda found: found["r1/0"]["state"] == "ready")
+            async with agent(agents.place, state_dir=str(old)) as shards:
+                assert (shards.sorted.lost, shards.sorted.killed) == ((), ())
+            assert alive(pid)
+        finally:
+            if alive(pid):
+                kill(pid)
+
+
 # -- copied ------------------------------------------------------------------------------------------------------------
 
 

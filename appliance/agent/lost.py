@@ -8,10 +8,14 @@ saying which that was after it has been removed. So a process is lost here when 
     its marker has the form of an agent's, with another word than ours
     it, or one with the very same marker, is in a folder STATE/shards/NAME that was removed, or lies there now
     and the name of that folder means the same to it as to us: one mount namespace, one root
+    and no process of our user watches it: a directory that was copied and then removed has an agent elsewhere
 
 What another agent started is in that one's folder; what was moved along with its directory says so; in a container the
 same path is another folder. All of these are left alone, and so is an engine that has gone to another folder by itself:
 better a stranger that an operator must end than somebody's engine ended.
+
+The price: who copies a directory to another disk, removes the first, and begins anew at its place while no agent runs
+on the second, loses the engines of that one.
 
 An agent may still run on a directory that was removed under it. Its lock was removed along, so it does not keep the
 next one out; what it has started is not lost.
@@ -22,13 +26,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from appliance.agent import procfs
 from appliance.agent.ownership import StateInUse
 
 _REMOVED = " (deleted)"
+_PIDFD = "anon_inode:[pidfd]"
 _MARKER = re.compile(r"[0-9a-f]{16}\.[0-9a-f]{16}\..+", re.DOTALL)
 
 
@@ -40,12 +44,15 @@ def lost(shards: Path, word: str) -> dict[str, str]:
     there = Path(os.path.realpath(shards))
     strange = procfs.marked(lambda marker: bool(_MARKER.fullmatch(marker)) and not marker.startswith(f"{word}."))
     found = {marker for pid, marker in strange.items() if _is_ours(pid) and _is_in(pid, there)}
-    if found and (pid := next(_holders(f"{there}/lock{_REMOVED}"), 0)):
+    if not found:
+        return {}
+    owner, watched = _elsewhere(f"{there}/lock{_REMOVED}")
+    if owner:
         raise StateInUse(
-            f"the state directory {shards.parent} was removed while another agent (pid {pid}) ran on it, which still"
+            f"the state directory {shards.parent} was removed while another agent (pid {owner}) ran on it, which still"
             " does and has engines"
         )
-    return {marker: marker.split(".", 2)[2] for marker in found}
+    return {marker: marker.split(".", 2)[2] for marker in found - {strange.get(pid) for pid in watched}}
 
 
 def _is_ours(pid: int) -> bool:
@@ -75,11 +82,21 @@ def _same_names(pid: int) -> bool:
     )
 
 
-def _holders(path: str) -> Iterator[int]:
-    """Other processes that have a file open which the kernel calls so."""
+def _elsewhere(lock: str) -> tuple[int, set[int]]:
+    """Another process that has the file open which the kernel calls so, 0 for none; and all that are watched through a
+    pidfd by others."""
+    owner, watched = 0, set()
     for pid in procfs.everybody():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             for number in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):
-                    if os.readlink(f"/proc/{pid}/fd/{number}") == path:
-                        yield pid
+                    name = os.readlink(f"/proc/{pid}/fd/{number}")
+                    if name == lock:
+                        owner = pid
+                    elif name == _PIDFD:
+                        watched.add(_pid_of(Path(f"/proc/{pid}/fdinfo/{number}").read_text()))
+    return owner, watched
+
+
+def _pid_of(text: str) -> int:
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("Pid:")), -1)
