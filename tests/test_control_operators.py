@@ -118,6 +118,22 @@ async def test_a_stop_waits_for_no_database_that_does_not_answer(autojump_clock:
         assert trio.current_time() < 100, "and the client with its question is answered some time"
 
 
+async def test_a_control_plane_that_has_ended_promises_nothing(autojump_clock: Clock) -> None:
+    async with control() as scene:
+        scene.nursery.cancel_scope.cancel()
+    plane = scene.plane
+    for asked in (
+        lambda: plane.scale("m", 0, "olga"),
+        lambda: plane.cordon("node-a", "olga"),
+        lambda: plane.uncordon("node-a", "olga"),
+        lambda: plane.drain("node-a", "olga"),
+        lambda: plane.revoke("node-a", "olga"),
+    ):
+        with pytest.raises(Refusal, match="takes over from it: ask again"):
+            await asked()
+    assert scene.fleet.scaled == []
+
+
 async def test_a_revoked_node_hears_why_and_is_forgotten(autojump_clock: Clock) -> None:
     async with control() as scene:
         scene.store.give("node-a")

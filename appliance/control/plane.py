@@ -95,6 +95,7 @@ class Plane:
         self.sessions = self.attendance.sessions
         self._sentences: Mapping[str, str] = {}
         self._sentences_until = now()
+        self._ended = False
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -108,10 +109,13 @@ class Plane:
                 grace_s = self.settings.control.drain_grace_s
                 self.world.drain(node, drained_since(cordon.drained_at, self._wall(), self._now(), grace_s))
         self.attendance.compare(await self.store.certificates())
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._loop.run, name="control: loop")
-            nursery.start_soon(self.attendance.keep_looking, name="control: papers")
-            task_status.started()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._loop.run, name="control: loop")
+                nursery.start_soon(self.attendance.keep_looking, name="control: papers")
+                task_status.started()
+        finally:
+            self._ended = True
         raise AssertionError("the loop does not end")
 
     def wake(self) -> None:
@@ -172,7 +176,8 @@ class Plane:
     # -- operators -----------------------------------------------------------------------------------------------------
 
     async def cordon(self, node: str, by: str) -> bool:
-        """Let nothing new go to `node`. False: it was cordoned before. Raises StoreFailed."""
+        """Let nothing new go to `node`. False: it was cordoned before. Raises Refusal, StoreFailed."""
+        self._check_in_charge()
         with _both():
             made = await self.store.cordon(node, by, self._wall())
             self.world.cordon(node)
@@ -180,7 +185,8 @@ class Plane:
         return made
 
     async def uncordon(self, node: str, by: str) -> bool:
-        """Undo a cordon and a drain. False: there was neither. Raises StoreFailed."""
+        """Undo a cordon and a drain. False: there was neither. Raises Refusal, StoreFailed."""
+        self._check_in_charge()
         with _both():
             gone = await self.store.uncordon(node, by, self._wall())
             self.world.uncordon(node)
@@ -189,7 +195,8 @@ class Plane:
 
     async def drain(self, node: str, by: str) -> bool:
         """Cordon `node`, and have what runs there replaced elsewhere and stopped, over restarts. False: that was going
-        on. Raises StoreFailed."""
+        on. Raises Refusal, StoreFailed."""
+        self._check_in_charge()
         with _both():
             begun = await self.store.drain(node, by, self._wall())
             self.world.drain(node, self._now())
@@ -204,6 +211,7 @@ class Plane:
         not be told to free some room first. So it is done, and where there can be no such line the log has it; why not
         is returned, "" where it was noted.
         """
+        self._check_in_charge()
         if model not in self.fleet.models:
             raise Refusal(404, "model_not_found", f"{model[:100]} is no model with a profile")
         self.fleet.scale(model, replicas, self._now())
@@ -226,6 +234,7 @@ class Plane:
     async def revoke(self, node: str, by: str) -> list[str]:
         """Take `node` out of the cluster: its certificates are revoked and its connection ends. The serials of those
         that were good until now. Raises Refusal, StoreFailed."""
+        self._check_in_charge()
         if self.joining is None:
             raise Refusal(409, "no_root", "this control plane has no root, so it gave out no certificate: run ctl init")
         with _both():
@@ -234,6 +243,11 @@ class Plane:
             if not self.own(node):  # its agent is here and shows no certificate: only tokens for the name are gone
                 self.attendance.forget(node)
         return serials
+
+    def _check_in_charge(self) -> None:
+        """Raises Refusal where this control plane has ended: what it would be told, nobody would do."""
+        if self._ended:
+            raise Refusal(503, "draining", "this router ends, or another process takes over from it: ask again")
 
     def log(self, replica: str, rank: int, lines: int, follow: bool) -> AsyncGenerator[tuple[str, ...], None]:
         """The last `lines` lines of a shard's log in pieces, with `follow` also later ones. Close it (`aclosing`). It
