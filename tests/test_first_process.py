@@ -84,7 +84,7 @@ async def test_what_engines_leave_behind_is_cleared_away(scene: Agents) -> None:
         assert not any(map(procfs.see, [engine]))
         os.kill(first(process), signal.SIGTERM)
         assert await process.ended() == 0
-        assert "agent stopped" in process.log[-1]
+        assert 'event="agent stopped, and its container with it" engines_ended=m.1/0' in process.log[-1]
     finally:
         process.kill()
 

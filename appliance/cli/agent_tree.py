@@ -43,6 +43,7 @@ from ..facts.settings import Address, Settings
 from ..nursery.news import News
 from ..rules.groups.registered import Unregistered, registered
 from .announcekey import secret
+from .firstprocess import ends_everything
 from .listening import address_of, bind_all, is_loopback
 from .program import bundle, own_argv
 from .startfailed import StartFailed
@@ -284,6 +285,9 @@ class AgentTree:
 
     def _tell_end(self) -> None:
         running = [shard_id for shard_id, report in self.shards.reports().items() if report.pid]
+        if ends_everything():
+            log.info("agent stopped, and its container with it", engines_ended=",".join(running) or "none")
+            return
         what = "agent stopped; engines go on and are taken over by the next one" if running else "agent stopped"
         log.info(what, engines_left_running=",".join(running) or "none")
 

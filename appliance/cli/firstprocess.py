@@ -20,6 +20,14 @@ _FOR_ONE = ("LISTEN_PID", "WATCHDOG_PID")
 """Variables that mean one process by its number."""
 
 
+_parted = False
+
+
+def ends_everything() -> bool:
+    """Whether the end of this program is the end of process 1, and so of every process beside it."""
+    return _parted
+
+
 def split() -> None:
     """As process 1: return in a child of it, and never in process 1, which ends with the child's status. Otherwise
     nothing. To be called while there is one thread, and before much was imported: the parent keeps all of that."""
@@ -30,6 +38,8 @@ def split() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     child = os.fork()
     if child == 0:
+        global _parted
+        _parted = True
         # What a terminal sends goes to its foreground processes, and would come a second time from the parent.
         os.setsid()
         os.environ.update({name: str(os.getpid()) for name in _FOR_ONE if os.environ.get(name) == "1"})
