@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import socket
 import stat
 import subprocess
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +29,7 @@ from tests.processes import APPLIANCE, environment
 
 READS = (
     ("status",),
+    ("top",),
     ("endpoints",),
     ("models",),
     ("bands",),
@@ -148,6 +153,34 @@ def test_status_counts(running: Router) -> None:
     assert after["listen"] == [f"http://127.0.0.1:{running.door}"]
     assert after["admin_socket"] == running.admin
     assert f"http://127.0.0.1:{running.door}  (no keys)" in running.ctl("status").stdout
+
+
+def test_top_draws_over_itself_until_ctrl_c_and_gives_the_screen_back(running: Router) -> None:
+    near, far = pty.openpty()
+    termios.tcsetwinsize(far, (12, 90))
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "appliance", "ctl", "top", "--admin", running.admin],
+        stdin=far, stdout=far, stderr=far, start_new_session=True, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(far)
+    try:
+        drawn = b""
+        while b" a second" not in drawn:  # from the second page on
+            drawn += os.read(near, 65536)
+        popen.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the other end is closed
+            while piece := os.read(near, 65536):
+                drawn += piece
+        assert popen.wait() == 0
+    finally:
+        popen.kill()
+        popen.wait()
+        os.close(near)
+    before, _, pages = drawn.decode().partition("\x1b[?1049h")
+    assert not before.strip() and pages.rstrip().endswith("\x1b[?1049l")
+    for page in pages.split("\x1b[H")[1:]:
+        assert len(page.splitlines()) <= 12
+    assert "Traceback" not in pages and f"pid {running.popen.pid}" in pages
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import click
 
 from .asking import ask, reads
@@ -34,6 +37,11 @@ def bands(as_json: bool) -> None:
     if as_json:
         print_json(document)
         return
+    print_bands(document["bands"])
+
+
+def print_bands(found: Iterable[dict[str, Any]]) -> None:
+    """A row for each."""
     print_table(
         COLUMNS,
         [
@@ -49,6 +57,6 @@ def bands(as_json: bool) -> None:
                 count(band["refused"]),
                 ", ".join(f"{name} {number:,}" for name, number in sorted(band["models"].items())),
             )
-            for band in document["bands"]
+            for band in found
         ],
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import click
 from rich.text import Text
 
@@ -40,6 +43,15 @@ def endpoints(as_json: bool) -> None:
             "no endpoints: add [[endpoints]] to the configuration; 'ctl status' says why announced groups are none"
         )
         return
+    print_endpoints(found)
+    troubles = [f"{entry['id']}: {told}" for entry in found for told in (entry["why"], *entry["violations"]) if told]
+    if troubles:
+        console().print()
+        print_lines([Text(trouble, style="yellow") for trouble in troubles])
+
+
+def print_endpoints(found: Iterable[dict[str, Any]]) -> None:
+    """A row for each."""
     print_table(
         COLUMNS,
         [
@@ -58,7 +70,3 @@ def endpoints(as_json: bool) -> None:
             for entry in found
         ],
     )
-    troubles = [f"{entry['id']}: {told}" for entry in found for told in (entry["why"], *entry["violations"]) if told]
-    if troubles:
-        console().print()
-        print_lines([Text(trouble, style="yellow") for trouble in troubles])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -43,6 +44,11 @@ def requests(ctx: click.Context, limit: int, as_json: bool) -> None:
     if not document["requests"]:
         console().print("no requests yet")
         return
+    print_requests(document["requests"])
+
+
+def print_requests(found: Iterable[dict[str, Any]]) -> None:
+    """A row for each."""
     print_table(
         COLUMNS,
         [
@@ -59,7 +65,7 @@ def requests(ctx: click.Context, limit: int, as_json: bool) -> None:
                 str(entry["attempts"]),
                 entry["band"],
             )
-            for entry in document["requests"]
+            for entry in found
         ],
     )
 

@@ -19,9 +19,7 @@ def status(as_json: bool) -> None:
     if as_json:
         print_json(document)
         return
-    up = whole_seconds(document["uptime_s"])
-    head = (f"appliance {document['version']}  ", styled(document["state"]), f"  up {up}  pid {document['pid']}")
-    console().print(Text.assemble(*head))
+    console().print(head_line(document))
     fleet = document["fleet"]
     print_pairs(
         [
@@ -44,6 +42,14 @@ def status(as_json: bool) -> None:
     if troubles:
         console().print()
         print_lines([Text(trouble, style="yellow") for trouble in troubles])
+
+
+def head_line(document: dict[str, Any]) -> Text:
+    """Who answers, in which state, since when."""
+    up = whole_seconds(document["uptime_s"])
+    return Text.assemble(
+        f"appliance {document['version']}  ", styled(document["state"]), f"  up {up}  pid {document['pid']}"
+    )
 
 
 def groups_line(groups: dict[str, Any]) -> str:
