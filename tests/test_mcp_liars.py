@@ -17,8 +17,8 @@ import trio.testing
 from structlog.testing import capture_logs
 
 from appliance.facts.mcp import McpSettings
+from appliance.mcp.conversation import MOST_REPLIES
 from appliance.mcp.merge import MOST_TOLD
-from appliance.mcp.upstream import MOST_REPLIES
 from appliance.rules.mcp import messages, naming
 from tests.fake_daemon import fake_daemon
 from tests.mcp_door_scene import inside

@@ -20,6 +20,7 @@ from ..admin.site import AdminSite, Serve
 from ..door.accept import Listeners
 from ..door.buffers import Buffers
 from ..door.connection import Limits
+from ..rules.groups.gate import NO_ENDPOINT
 from .config import show
 from .listening import address_of
 from .succession import give_way, offer
@@ -101,10 +102,13 @@ class Operations:
         return replica_states(plane)
 
     def _groups(self) -> Mapping[str, str]:
-        """Announced groups, each with why it gets no requests."""
+        """Announced groups, each with why it gets no requests. One that has tools alone is to get none."""
         announced = self._router.groups
         rows = announced.groups.status()["groups"] if announced is not None else {}
-        return {name: row["why_not"] or "" for name, row in rows.items()}
+        return {
+            name: "" if row["mcp"] and row["why_not"] == NO_ENDPOINT else row["why_not"] or ""
+            for name, row in rows.items()
+        }
 
     def _listeners(self, site: MetricsSite | AdminSite) -> Listeners:
         return Listeners(site, self._router.poller, self._router.sleepers, _LIMITS, Buffers(_BUFFER_BYTES))

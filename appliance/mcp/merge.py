@@ -18,8 +18,9 @@ from ..facts.mcp import McpSettings, Source
 from ..rules.mcp.naming import Dropped, Merged, NoRoute, Route, merge, route
 from ..rules.mcp.translate import Asked
 from . import native
+from .conversation import Answered, Deliver
 from .exchange import SessionLost, Trouble, Unreached
-from .upstream import Answered, Deliver, Upstream
+from .upstream import Upstream
 
 FAILING_WAIT_S = 0.5
 """How long a list waits for a group whose last list failed. A healthy one answers well within."""

@@ -23,8 +23,8 @@ from ..rules.mcp.asking import Ask, Rejected, judge, own_origin
 from ..rules.mcp.messages import Id, Message
 from ..rules.mcp.translate import Asked, finished, progress, result_for
 from ..wire import via
+from .conversation import Answered
 from .merge import Failed, Merge
-from .upstream import Answered
 
 NAME = {"name": "appliance", "version": __version__}
 CANCELLED = -32800

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from appliance.facts.mcp import McpSettings, Source
-from appliance.mcp import upstream
+from appliance.mcp import conversation
 from appliance.mcp.merge import Merge, open_merge
 from appliance.mcp.serve import Endpoint
 from appliance.rules.mcp import protocol
@@ -262,7 +262,7 @@ async def scene(
     def client(url: str) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(handle), timeout=None)
 
-    monkeypatch.setattr(upstream, "open_client", client)
+    monkeypatch.setattr(conversation, "open_client", client)
 
     def sources() -> list[Source]:
         return [Source(group, f"http://{group}/mcp") for group in servers if group not in hidden]
