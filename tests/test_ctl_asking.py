@@ -63,5 +63,6 @@ def test_a_router_that_falls_silent_is_told_as_such(
 def test_an_empty_name_is_no_name(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ctl", *words]) == 2
     assert (
-        "a name is empty; 'ctl nodes', 'ctl replicas' and 'ctl models' list those there are" in capsys.readouterr().err
+        "a name is empty; 'ctl nodes', 'ctl replicas', 'ctl models' and 'ctl requests' list those there are"
+        in capsys.readouterr().err
     )

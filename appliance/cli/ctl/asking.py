@@ -118,7 +118,9 @@ def _no(status: int, document: Any) -> Refused:
 def _target(path: Iterable[str], query: Mapping[str, str | int]) -> str:
     segments = list(path)
     if not all(segment.strip() for segment in segments):
-        raise click.UsageError("a name is empty; 'ctl nodes', 'ctl replicas' and 'ctl models' list those there are")
+        raise click.UsageError(
+            "a name is empty; 'ctl nodes', 'ctl replicas', 'ctl models' and 'ctl requests' list those there are"
+        )
     target = "/" + "/".join(quote(segment, safe="") for segment in segments)
     return f"{target}?{urlencode(query)}" if query else target
 
