@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.text import Text
 
 from appliance.cli.ctl import screen
 from appliance.cli.ctl.screen import GAP, Column, counted, seconds, share, size, whole_seconds
@@ -103,6 +105,28 @@ def test_text_of_others_is_no_markup(width: pytest.MonkeyPatch, capsys: pytest.C
         "label  [bold]x[/bold]",
         "[link]y[/link]",
     ]
+
+
+NASTY = "a\x1b[31mb\x07c\x9b1md\x7fe\u202ef\u2028g"
+
+
+def test_text_of_others_steers_no_terminal(width: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clients name models and sessions, and operators read them."""
+    screen.print_table([Column("A"), Column("B")], [(NASTY + "\nx", "y")])
+    screen.print_pairs([("label", NASTY), (NASTY, Text(NASTY, style="red"))])
+    screen.print_lines([NASTY, Text(NASTY)])
+    screen.console().print(NASTY, Text.assemble((NASTY, "bold")))
+    printed = capsys.readouterr().out
+    assert all(line.isprintable() for line in printed.split("\n")), printed
+    assert "31mb" in printed and "\n?x" not in printed
+    assert len(printed.splitlines()) == 2 + 2 + 2 + 1
+
+
+def test_json_for_a_terminal_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    screen.print_json({"a": NASTY, "b": "häuser ☃"})
+    printed = capsys.readouterr().out
+    assert all(line.isprintable() for line in printed.split("\n")) and "häuser ☃" in printed
+    assert json.loads(printed) == {"a": NASTY, "b": "häuser ☃"}
 
 
 def test_a_long_sentence_goes_on_under_itself(width: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -293,6 +293,33 @@ async def test_what_an_endpoint_says_of_itself_may_be_deep(tmp_path: Path, depth
             assert not door.told("request failed inside the router")
 
 
+async def test_names_that_no_operator_could_read_are_passed_over(tmp_path: Path) -> None:
+    names = [
+        "good",
+        "good/too",
+        "häuser",
+        "x" * 512,
+        "x" * 513,
+        "x" * 100_000,
+        "a\nb",
+        "\x1b[31m",
+        "\u202ea",
+        "\x00",
+        "",
+    ]
+
+    async def script(asked: Asked, peer: Peer) -> None:
+        listed = {"data": [{"id": name} for name in names]}
+        await peer.send(whole(200, listed if asked.target == "/d/v1/models" else CHAT))
+
+    async with fake_engine(script) as engine:
+        url = engine.url.replace("/v1", "/d/v1")
+        async with router(tmp_path, config=f'[[endpoints]]\nid = "a"\nurl = "{url}"\n') as door:
+            await door.until("it was heard", lambda: door.app.gateway.table.entries)
+            listed = (await door.ask(request("GET", "/v1/models"))).json()["data"]
+            assert {entry["id"] for entry in listed} == set(names[:4])
+
+
 # -- answers before the request is whole -------------------------------------------------------------------------------
 
 LARGE = chat(filler="x" * BEYOND_SOCKETS)

@@ -27,6 +27,9 @@ ASK_S = 10.0
 """Seconds between two questions afterwards."""
 WITHIN_S = 5.0
 MOST_BYTES = 4 << 20
+LONGEST_NAME = 512
+"""Names become labels of metrics, some fifty times each, and stand on operators' screens: longer ones, and those with
+characters that are not printed, are passed over."""
 
 log = structlog.get_logger("endpoints")
 
@@ -131,5 +134,9 @@ def _entries(body: bytes) -> dict[str, dict[str, Any]] | None:
     return {
         entry["id"]: entry
         for entry in data
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"]
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and _is_name(entry["id"])
     }
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= LONGEST_NAME and text.isprintable()

@@ -2,6 +2,9 @@
 
 At a terminal, a table takes the width there is: it first leaves out columns that can be missed, then shortens what is
 long. Into a pipe everything is written whole and without colour, one row a line, as grep and awk want it.
+
+Much of it was named by others: models by clients and engines, sessions by clients. So whatever could move the cursor,
+colour or retitle a terminal, or turn the direction of reading, is shown as a "?", and a name takes no line of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,23 +49,50 @@ class Column:
     long: bool = False
 
 
+class _Letters(dict[int, int]):
+    """What stands for each character."""
+
+    def __missing__(self, code: int) -> int:
+        self[code] = code if chr(code).isprintable() or code == ord("\n") else ord("?")
+        return self[code]
+
+
+_letters = _Letters()
+_HIDDEN = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""What JSON may hold as it is, and a terminal or an eye takes for more than a character."""
+
+
+def visible(text: str | Text) -> str | Text:
+    """The same letters, without any that are more than a letter; a Text keeps its colours."""
+    if isinstance(text, Text):
+        text.plain = text.plain.translate(_letters)
+        return text
+    return text.translate(_letters)
+
+
+class _Screen(Console):
+    def print(self, *objects: Any, **how: Any) -> None:
+        super().print(*(visible(each) if isinstance(each, str | Text) else each for each in objects), **how)
+
+
 @functools.cache
 def console() -> Console:
     """Standard output. A pipe has no width of its own, unless COLUMNS gives one; that of the terminal behind the other
     streams is none of its business."""
-    made = Console(highlight=False, markup=False, emoji=False)
+    made = _Screen(highlight=False, markup=False, emoji=False)
     if not made.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         made.width = NO_WIDTH
     return made
 
 
 def print_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    click.echo(_HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, indent: int = 0) -> None:
     """Rows of plain text under their titles; an empty cell is shown as "-"."""
-    cells = [[cell or "-" for cell in row] for row in rows]
+    cells = [[cell.translate(_letters).replace("\n", "?") or "-" for cell in row] for row in rows]
     widths = _widths(columns, cells, console().width - indent)
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for index, width in widths.items():
@@ -78,7 +109,7 @@ def print_pairs(pairs: Iterable[tuple[str, str | Text]], *, indent: int = 0) -> 
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in pairs:
-        grid.add_row(label, text)
+        grid.add_row(visible(label), visible(text))
     _print_indented(grid, indent)
 
 
@@ -87,7 +118,7 @@ def print_lines(lines: Iterable[str | Text], *, indent: int = 0) -> None:
     grid = Table.grid()
     grid.add_column(overflow="fold")
     for line in lines:
-        grid.add_row(line)
+        grid.add_row(visible(line))
     _print_indented(grid, indent)
 
 
