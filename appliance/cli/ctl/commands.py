@@ -10,7 +10,7 @@ from .asking import admin_option
 COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("appliance.cli.ctl.status:status", "The router at a glance."),
     "doctor": ("appliance.cli.ctl.doctor:doctor", "Look for what is wrong, and say what to do."),
-    "top": ("appliance.cli.ctl.top:top", "Load, endpoints and requests as they are now, again each second."),
+    "top": ("appliance.cli.ctl.top:top", "Load, endpoints and requests, again each second."),
     "endpoints": ("appliance.cli.ctl.endpoints:endpoints", "Engines: state, load, why one gets nothing."),
     "models": ("appliance.cli.ctl.models:models", "Names that clients may ask for; start, stop or scale one."),
     "nodes": ("appliance.cli.ctl.nodes:nodes", "Machines with hardware: state, what is free, why a GPU is not."),
