@@ -283,3 +283,18 @@ def counted_fields(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(messages, "_fields", Counting())
     return made
+
+
+@pytest.mark.parametrize("text", [':,"' * 50_000, "\\" * 99_999 + '":{', "{[" * 50_000, "größe:" * 30_000])
+async def test_a_long_text_among_few_arguments_is_no_reason_to_refuse(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Also where one of the arguments is ours to take out."""
+    servers = {"a": Server(), "b": Server()}
+    async with scene(monkeypatch, servers, McpSettings(naming="flat")) as here:
+        await here.names()
+        await here.call("add", {"document": text, "more": {"x": text}, "__group": "b"})
+        wrong, told = await here.call("add", {"document": text, "__group": "c"})
+        assert (wrong, told) == ("failed", "add is offered by a, b; __group must be one of these")
+    assert servers["a"].ran == []
+    assert servers["b"].ran[0]["arguments"] == {"document": text, "more": {"x": text}}
