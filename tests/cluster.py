@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -29,6 +30,7 @@ from tests.processes import APPLIANCE, Process, environment, spawn
 
 T = TypeVar("T")
 GPU_BYTES = 85899345920
+FIXED_PORTS = range(32000, 32768)
 QUICK = {"settle_s": 2, "unreachable_after_s": 2, "lost_after_s": 5, "drain_grace_s": 30, "wake_wait_s": 60}
 """Timings of a control plane in tests; the proportions are those of the defaults."""
 
@@ -270,8 +272,13 @@ def _lines(keys: Mapping[str, object]) -> list[str]:
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    sockets = [socket.create_server((host, 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
+    """Above those of the agents, and below what the kernel gives out by itself: any connection of any test may have one
+    of these in the moment in which a router starts again."""
+    found: list[int] = []
+    for port in random.sample(FIXED_PORTS, len(FIXED_PORTS)):
+        with contextlib.suppress(OSError):
+            socket.create_server((host, port)).close()
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"fewer than {count} free ports on {host}")
