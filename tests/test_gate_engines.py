@@ -15,6 +15,7 @@ import trio
 
 from tests.engines import sim_engine
 from tests.gate_scene import Group, ask, records, rules
+from tests.raw_client import request
 from tests.routers import Running, router
 
 if TYPE_CHECKING:
@@ -121,3 +122,16 @@ async def test_an_engine_that_hangs_is_full_and_goes_on_when_it_wakes(tmp_path: 
                 os.kill(sim.popen.pid, signal.SIGCONT)
             assert group.statuses() == {200: 20}
             await door.until("it is heard again", lambda: load.heard_at is not None)
+
+
+async def test_who_asks_llamacpp_for_what_it_was_not_started_for_takes_it_from_nobody(
+    tmp_path: Path, llama_engine: LlamaEngine
+) -> None:
+    config = endpoint(llama_engine.url, model="tiny", engine="llamacpp")
+    async with router(tmp_path, config=config) as door:
+        await door.until("its slots are known", lambda: rules(door).loads["a"].capacity == 2)
+        for _ in range(8):
+            body = b'{"model": "tiny", "input": "x"}'
+            answer = await door.ask(request("POST", "/v1/embeddings", body=body))
+            assert answer.status == 501 and "embeddings" in answer.json()["error"]["message"]
+        assert (await ask(door, model="tiny", max_tokens=2)).status == 200

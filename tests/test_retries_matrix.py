@@ -127,6 +127,7 @@ CASES: dict[str, Case] = {
     "HTTP 503": Case(scripted(says(whole(503, {})))),
     "HTTP 400": Case(scripted(says(whole(400, {})))),
     "HTTP 404": Case(scripted(says(whole(404, {})))),
+    "HTTP 501": Case(scripted(says(whole(501, {})))),
     "HTTP 401 (our key)": Case(scripted(says(whole(401, {})))),
     "first event an error (500)": Case(scripted(says(*streamed(ERROR % 500, DONE))), stream=True),
     "first event an error (503)": Case(scripted(says(*streamed(ERROR % 503, DONE))), stream=True),

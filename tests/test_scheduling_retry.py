@@ -39,6 +39,7 @@ def answered(status: int) -> Attempt:
         (answered(503), Outcome.BACKPRESSURE),
         (answered(529), Outcome.BACKPRESSURE),
         (answered(500), Outcome.FAILURE),
+        (answered(501), Outcome.NEUTRAL),
         (answered(502), Outcome.FAILURE),
         (REFUSED, Outcome.FAILURE),
         (RESET_BEFORE, Outcome.FAILURE),

@@ -7,6 +7,7 @@ from ...facts.choice import Attempt, Outcome
 BACKPRESSURE_STATUSES = frozenset((429, 503, 529))
 """529 is how Anthropic's API says that it is overloaded."""
 KEY_STATUSES = frozenset((401, 403))
+NOT_IMPLEMENTED = 501
 
 
 def of_status(status: int) -> Outcome:
@@ -14,9 +15,14 @@ def of_status(status: int) -> Outcome:
 
     401 and 403 are failures although they are 4xx: clients' credentials never reach an engine, so it is *our* key that
     it refuses. As client faults they would let a replica with a wrong key refuse in a millisecond, look idle and win.
+
+    501 is none although it is 5xx: llama.cpp answers so where it was not started for a route (embeddings of a model for
+    chats). As a failure it would let a client who asks five times take the model away from everybody else.
     """
     if status < 400:
         return Outcome.SUCCESS
+    if status == NOT_IMPLEMENTED:
+        return Outcome.NEUTRAL
     if status in BACKPRESSURE_STATUSES:
         return Outcome.BACKPRESSURE
     if status >= 500 or status in KEY_STATUSES:
