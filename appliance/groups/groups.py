@@ -28,9 +28,8 @@ from ..facts.mcp import Source
 from ..nursery.news import News
 from ..rules.groups import skim
 from ..rules.groups.daemons import STALE_POLLS, Daemon, Daemons
-from ..rules.groups.gate import NOT_PROBED, Standing, why_not
+from ..rules.groups.gate import Standing, why_not
 from ..rules.groups.merge import merge
-from ..rules.groups.once import Allowance
 from ..rules.groups.published import Published, publish
 from ..rules.groups.reception import Heard, Reception
 from ..rules.groups.sources import Network, Sources
@@ -40,6 +39,7 @@ from .ask import Listening
 from .listen import Listener
 from .pace import Pace
 from .probe import probe_in_order
+from .telling import Telling, say
 from .watch import PAUSE_S, Watch
 
 LOOK_S = 1.0
@@ -51,8 +51,6 @@ MOST_NAMES = 10_000
 MOST_ENTRY_BYTES = 16 << 20
 LEAST_ENTRY_BYTES = 16 << 10
 """What is kept of all engines' entries, shared among the groups; and the share of each where there are many."""
-MOST_FAULTS = 20
-SHOWN_MODELS = 20
 MOST_STANDINGS = 2 * MOST_GROUPS
 """Groups that are remembered, those that are gone included."""
 
@@ -111,15 +109,13 @@ class Groups:
         self._groups: dict[str, Announced] = {}
         self._standings: dict[str, Standing] = {}
         self._why: dict[str, str] = {}
-        self._told_why: dict[str, str] = {}
         self._published = Published()
         self._nursery: trio.Nursery | None = None
         self._watches: dict[Daemon, trio.CancelScope] = {}
         self._watching: dict[Daemon, Watch] = {}
         self._probers: dict[str, Prober] = {}
-        self._faults: set[str] = set()
         self._pace = Pace()
-        self._lines = Allowance()
+        self._telling = Telling(clock, self._is_guessed)
         self._due = trio.Event()
 
     def configure(self, settings: GroupsSettings) -> None:
@@ -237,7 +233,7 @@ class Groups:
                 try:
                     self._settle()
                 except Exception as fault:
-                    self._survive("a look at all groups", fault)
+                    self._telling.survived("a look at all groups", fault)
         raise AssertionError("it ends only by cancellation")
 
     async def _watch(self, daemon: Daemon, scope: trio.CancelScope) -> None:
@@ -251,7 +247,7 @@ class Groups:
                     try:
                         await watch.run()
                     except Exception as fault:
-                        self._survive(f"daemon {daemon.address}", fault)
+                        self._telling.survived(f"daemon {daemon.address}", fault)
                     await trio.sleep(PAUSE_S)
         finally:
             del self._watching[daemon]
@@ -265,7 +261,7 @@ class Groups:
                 try:
                     await self._probe_once(name)
                 except Exception as fault:
-                    self._survive(f"group {name}", fault)
+                    self._telling.survived(f"group {name}", fault)
                 with trio.move_on_after(self.settings.probe_interval_s):
                     await prober.news.wait()
 
@@ -301,47 +297,37 @@ class Groups:
         try:
             self._hear(data, source)
         except Exception as fault:
-            self._survive("an announcement", fault)
+            self._telling.survived("an announcement", fault)
 
     def _hear(self, data: bytes, source: str) -> None:
         found = self._reception.judge(datagram.read(data), source, self._networks(), self._wall())
         if isinstance(found, Told):
-            _say(found)
+            say(found)
         elif isinstance(found, Heard):
             last = self.daemons.all[-1:]
             told = self.daemons.announced(found, self._clock())
-            if told:
-                _say(told)
+            say(told)
             if self.daemons.all[-1:] != last:
                 self._settle_soon()
 
     def _oversize(self, source: str) -> None:
         told = self._reception.too_large(source)
-        if told:
-            _say(told)
+        say(told)
 
     def _took(self, daemon: Daemon, view: View) -> bool:
         taken = self.daemons.read(daemon, view, self._clock())
-        if taken and daemon.told != "found":
-            self._tell("info", "daemon is watched", daemon=daemon.address, groups=len(view.groups))
-            daemon.told = "found"
-        elif not taken and daemon in self.daemons.all:
-            self._tell_lost(daemon, daemon.error)
+        if taken:
+            self._telling.found(daemon, len(view.groups))
+        elif daemon in self.daemons.all:
+            self._telling.lost(daemon, daemon.address, daemon.error)
         self._settle_soon()
         return taken
 
     def _lost(self, daemon: Daemon, error: str) -> None:
         where = daemon.address
         self.daemons.failed(daemon, error)
-        self._tell_lost(daemon, error, where)
+        self._telling.lost(daemon, where, error)
         self._settle_soon()
-
-    def _tell_lost(self, daemon: Daemon, error: str, where: str = "") -> None:
-        """Once. The local daemon is asked without anybody having said that there is one, so its absence is no news."""
-        guessed = daemon.told == "" and self.settings.daemons == (LOCAL_DAEMON,) and daemon.seed
-        if daemon.told != "lost" and not guessed:
-            self._tell("warning", "daemon does not answer", daemon=where or daemon.address, reason=error)
-            daemon.told = "lost"
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -359,8 +345,7 @@ class Groups:
         now, own = self._clock(), self._networks()
         stale_s = STALE_POLLS * self.settings.poll_interval_s
         told = self.daemons.follow_peers(now, stale_s, own)
-        if told:
-            _say(told)
+        say(told)
         self.daemons.forget(now, self.settings.model_ttl_s)
         self._follow_daemons()
         before = self._groups
@@ -390,7 +375,7 @@ class Groups:
             if not standing.retired(now, self.settings.model_ttl_s):
                 why[name] = reason
         self._why = why
-        self._tell_changes(why)
+        self._telling.judged(why, self._groups, self._standings)
         published = publish(self._groups, self._standings, why, self.settings.serving_timeout_s)
         if published != self._published:
             self._published = published
@@ -421,40 +406,11 @@ class Groups:
             elif before.get(name) != group:
                 self._probers[name].news.set()
 
-    def _tell_changes(self, why: Mapping[str, str]) -> None:
-        for name, reason in why.items():
-            told = self._told_why.get(name)
-            if not reason and told != "":
-                names = self._standings[name].names
-                models = ",".join(names[:SHOWN_MODELS]) + (",..." if len(names) > SHOWN_MODELS else "")
-                self._tell("info", "group serves", group=name, url=self._standings[name].url, models=models)
-                self._told_why[name] = ""
-            elif reason and told == "":
-                self._tell("warning", "group does not serve", group=name, reason=reason)
-                self._told_why[name] = reason
-            elif told is None and reason and reason != NOT_PROBED and self._groups[name].announces:
-                self._tell("info", "group does not serve yet", group=name, reason=reason)
-                self._told_why[name] = reason
-        for name in [name for name in self._told_why if name not in why]:
-            if self._told_why.pop(name) == "":
-                self._tell("warning", "group is gone", group=name)
-
-    def _tell(self, level: str, event: str, **fields: object) -> None:
-        """A change, unless there are too many of them."""
-        if self._lines.take(self._clock()):
-            if self._lines.passed_over:
-                fields["passed_over"], self._lines.passed_over = self._lines.passed_over, 0
-            _say(Told(event, level, fields))
-
-    def _survive(self, where: str, fault: Exception) -> None:
-        """What a daemon says must not end a router that serves: a fault of ours ends the step it happened in. Told
-        once."""
-        what = repr(fault)[:200]
-        if what not in self._faults and len(self._faults) < MOST_FAULTS:
-            self._faults.add(what)
-            log.error("fault while finding groups", where=where, exc_info=fault)
-
     # -- small steps -------------------------------------------------------------------------------------------------
+
+    def _is_guessed(self, daemon: Daemon) -> bool:
+        """Whether it is the local daemon, which is asked without anybody having said that there is one."""
+        return daemon.seed and self.settings.daemons == (LOCAL_DAEMON,)
 
     def _networks(self) -> Sequence[Network]:
         now = self._clock()
@@ -477,7 +433,3 @@ class Groups:
             "models": list(standing.names) if not why else None,
             "why_not": why or None,
         }
-
-
-def _say(told: Told) -> None:
-    log.log({"info": 20, "warning": 30, "error": 40}[told.level], told.event, **told.fields)
