@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from ..wire.head import Fields
+from ..wire.headlines import KnownFields
 
 FORWARDED_FOR = b"x-forwarded-for"
 _PORT = re.compile(r"(?<=[\].\d]):\d{1,5}$")
@@ -19,7 +19,7 @@ class Proxies:
     def __init__(self, networks: tuple[str, ...]) -> None:
         self._networks: list[Network] = [ipaddress.ip_network(network) for network in networks]
 
-    def client_of(self, peer: str, fields: Fields) -> str:
+    def client_of(self, peer: str, fields: KnownFields) -> str:
         """The client behind `peer` (an address with a port; both forms alike), port 0 where only its address is told.
 
         Each proxy adds at the end of X-Forwarded-For whom it was talking to, so the list is believed from its end, as

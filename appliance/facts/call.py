@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 import msgspec
 
@@ -79,7 +81,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
     method: bytes
     target: bytes
     route: Route
-    headers: dict[bytes, bytes]
+    headers: Mapping[bytes, bytes]
     body: bytes
     ask: Ask
     model: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..facts.call import Fields
 from ..wire import framing
 from ..wire.head import ResponseHead
@@ -30,12 +32,6 @@ def kept(head: ResponseHead) -> Fields:
     return kept_fields(head.fields, head.by_name.get(b"connection", b""))
 
 
-def told_length(head: ResponseHead) -> int | None:
-    """The length in the answer to a HEAD: that of the body there would be."""
-    told = head.by_name.get(b"content-length")
-    return None if told is None else int(told)
-
-
 class _GoesOn(dict[bytes, bool]):
     """Whether a field goes on to the client, by its name. Engines send few names, and the same ones each time."""
 
@@ -50,7 +46,7 @@ _goes_on = _GoesOn()
 _MOST_KNOWN_NAMES = 512
 
 
-def kept_fields(fields: Fields, connection: bytes = b"") -> Fields:
+def kept_fields(fields: Iterable[tuple[bytes, bytes]], connection: bytes = b"") -> Fields:
     """An engine's fields that go on to the client; `connection` is its Connection field, which may name further ones
     that are for this hop only."""
     goes_on = _goes_on

@@ -6,6 +6,8 @@ address where it names none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..facts.bands import AdmissionSettings
 from ..facts.call import ABSENT, Ask, Caller
 from ..facts.errors import Refusal
@@ -16,7 +18,7 @@ MOST_PROMPT_BYTES = 16384
 _MOST_TENANT_BYTES = 200
 
 
-def caller_of(headers: dict[bytes, bytes], ask: Ask, peer: str, admission: AdmissionSettings) -> Caller:
+def caller_of(headers: Mapping[bytes, bytes], ask: Ask, peer: str, admission: AdmissionSettings) -> Caller:
     """The caller of a request. `peer` is the client's address with its port. Raises Refusal for an unknown band."""
     session = session_of(headers, ask)
     tenant = session.strip(b'"')[:_MOST_TENANT_BYTES].decode("utf-8", "replace") if session else ""
@@ -25,7 +27,7 @@ def caller_of(headers: dict[bytes, bytes], ask: Ask, peer: str, admission: Admis
     return Caller("", tenant, band_of(headers, admission), session)
 
 
-def band_of(headers: dict[bytes, bytes], admission: AdmissionSettings) -> str:
+def band_of(headers: Mapping[bytes, bytes], admission: AdmissionSettings) -> str:
     """The band that the caller names, or the default. Raises Refusal for an unknown one; it needs no body, so the door
     asks before it reads any."""
     named = headers.get(BAND_FIELD)
@@ -41,7 +43,7 @@ def band_of(headers: dict[bytes, bytes], admission: AdmissionSettings) -> str:
     )  # fmt: skip
 
 
-def session_of(headers: dict[bytes, bytes], ask: Ask) -> bytes:
+def session_of(headers: Mapping[bytes, bytes], ask: Ask) -> bytes:
     """What the client calls its session: a header, or `session_id` or `user` of the body; b"" without one."""
     named = headers.get(b"x-session-id", b"")
     if named:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Mapping
 
 from ..facts.errors import Refusal
 from ..nursery.sleeper import Cut, DeadlinePassed, breathe
 from ..wire import sse, via
 from ..wire.head import HEAD_END, MAX_HEAD_BYTES, ResponseHead
 from ..wire.line import Line
-from .answer import BodyReader, is_json, is_stream, kept, told_length
+from .answer import BodyReader, is_json, is_stream, kept
 from .errand import Errand
 from .errors import ErrorAnswer, error_event
 from .promises import Promises
@@ -114,7 +115,7 @@ class Exchange:
                 await reply.end(rest)
                 clean = True
             elif bare:
-                self._start(head, told_length(head))
+                self._start(head, head.told_length)
                 await reply.end()
                 clean = not rest
             elif is_stream(head):
@@ -285,7 +286,7 @@ class Exchange:
 _known_lines: dict[tuple[bytes | None, ...], bytes] = {}
 
 
-def _lines_to_engines(headers: dict[bytes, bytes]) -> bytes:
+def _lines_to_engines(headers: Mapping[bytes, bytes]) -> bytes:
     """The client's header lines that go on to an engine. Clients send few different ones."""
     get = headers.get
     values = get(b"content-type"), get(b"accept"), get(b"user-agent")  # of _TO_ENGINES
@@ -299,7 +300,7 @@ def _lines_to_engines(headers: dict[bytes, bytes]) -> bytes:
     return known
 
 
-def _lines(names: tuple[bytes, ...], headers: dict[bytes, bytes]) -> bytes:
+def _lines(names: tuple[bytes, ...], headers: Mapping[bytes, bytes]) -> bytes:
     return b"".join([b"%b: %b\r\n" % (name, headers[name]) for name in names if name in headers])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -30,7 +30,7 @@ class Request:
 
     method: str
     path: str
-    headers: dict[bytes, bytes]
+    headers: Mapping[bytes, bytes]
     body: bytes
 
 

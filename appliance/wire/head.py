@@ -13,11 +13,13 @@ by one and 1.7 at once.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TypeVar
 
 from .headlines import (
     BadHead,
     Fields,
+    KnownFields,
     fields_of,
     keeps_alive,
     known_requests,
@@ -67,7 +69,8 @@ _NO_BODY = frozenset((204, 304))
 
 class RequestHead:
     """What a request's head says. `target` is in origin form; `path` is it without the query, percent-escapes kept.
-    `by_name` holds the last value of each field, and all of a repeated Connection."""
+    `by_name` holds the last value of each field, and all of a repeated Connection. Content-Length is in neither: it is
+    `length`. So heads that differ in nothing else share their fields, which nobody may change."""
 
     __slots__ = (
         "by_name",
@@ -83,10 +86,10 @@ class RequestHead:
         "target",
     )
 
-    by_name: dict[bytes, bytes]
+    by_name: Mapping[bytes, bytes]
     chunked: bool
     expects_continue: bool
-    fields: Fields
+    fields: KnownFields
     keep_alive: bool
     length: int
     method: bytes
@@ -97,20 +100,22 @@ class RequestHead:
 
 
 class ResponseHead:
-    """What a response's head says. `length` None: the body ends with the chunked framing or with the connection."""
+    """What a response's head says, as in a request's. `length` None: the body ends with the chunked framing or with the
+    connection. `told_length` is what Content-Length says, also where there is no body: of the one there would be."""
 
-    __slots__ = ("by_name", "chunked", "fields", "keep_alive", "length", "status")
+    __slots__ = ("by_name", "chunked", "fields", "keep_alive", "length", "status", "told_length")
 
-    by_name: dict[bytes, bytes]
+    by_name: Mapping[bytes, bytes]
     chunked: bool
-    fields: Fields
+    fields: KnownFields
     keep_alive: bool
     length: int | None
     status: int
+    told_length: int | None
 
 
-_known_request_heads: dict[bytes, tuple[RequestHead, int]] = {}
-_known_response_heads: dict[bytes, tuple[ResponseHead, int]] = {}
+_known_request_heads: dict[bytes, RequestHead] = {}
+_known_response_heads: dict[bytes, ResponseHead] = {}
 Head = TypeVar("Head", RequestHead, ResponseHead)
 
 
@@ -121,11 +126,9 @@ def read_request(head: bytes) -> RequestHead:
         return _judge_request(head)
     start, end = told.span(1)
     rest = head[:start] + head[end:]
-    known = _known_request_heads.get(rest)
-    if known is None:
-        judged = _judge_request(head)
-        known = _remember(_known_request_heads, rest, judged, judged.fields)
-    like, place = known
+    like = _known_request_heads.get(rest)
+    if like is None:
+        like = _remember(_known_request_heads, rest, _judge_request(head))
     request = RequestHead()
     request.method = like.method
     request.target = like.target
@@ -136,7 +139,8 @@ def read_request(head: bytes) -> RequestHead:
     request.expects_continue = like.expects_continue
     request.keep_alive = like.keep_alive
     request.length = int(told[1])
-    request.fields, request.by_name = _with_length(like.fields, like.by_name, place, told[1])
+    request.fields = like.fields
+    request.by_name = like.by_name
     return request
 
 
@@ -147,40 +151,37 @@ def read_response(head: bytes, *, to_head_request: bool = False) -> ResponseHead
         return _judge_response(head, to_head_request)
     start, end = told.span(1)
     rest = head[:start] + head[end:]
-    known = _known_response_heads.get(rest)
-    if known is None:
+    like = _known_response_heads.get(rest)
+    if like is None:
         judged = _judge_response(head, to_head_request)
         if judged.status < 200 or judged.status in _NO_BODY:
             return judged  # its length is not that of a body
-        known = _remember(_known_response_heads, rest, judged, judged.fields)
-    like, place = known
+        like = _remember(_known_response_heads, rest, judged)
     response = ResponseHead()
     response.status = like.status
     response.chunked = False
     response.keep_alive = like.keep_alive
-    response.length = int(told[1])
-    response.fields, response.by_name = _with_length(like.fields, like.by_name, place, told[1])
+    response.length = response.told_length = int(told[1])
+    response.fields = like.fields
+    response.by_name = like.by_name
     return response
 
 
-def _remember(known: dict[bytes, tuple[Head, int]], rest: bytes, head: Head, fields: Fields) -> tuple[Head, int]:
-    """Keep a head that was found good, by its bytes without the digits of its only content-length, and the place of
-    that field. No other head has these bytes: one with an empty length is refused, and never looked up."""
+def _remember(known: dict[bytes, Head], rest: bytes, head: Head) -> Head:
+    """Keep a head that was found good, by its bytes without the digits of its only content-length. No other head has
+    these bytes: one with an empty length is refused, and never looked up."""
     if len(known) >= MOST_KNOWN_HEADS:
         known.clear()
-    seen = known[rest] = head, [name for name, _ in fields].index(b"content-length")
-    return seen
+    known[rest] = head
+    return head
 
 
-def _with_length(
-    fields: Fields, by_name: dict[bytes, bytes], place: int, value: bytes
-) -> tuple[Fields, dict[bytes, bytes]]:
-    """The fields of a known head under another length; the known ones are nobody's to change."""
-    fields = fields.copy()
-    fields[place] = (b"content-length", value)
-    by_name = by_name.copy()
-    by_name[b"content-length"] = value
-    return fields, by_name
+def _without_length(fields: Fields, by_name: dict[bytes, bytes]) -> tuple[KnownFields, bytes | None]:
+    """The fields without Content-Length, which is taken out of `by_name` too, and its value."""
+    length = by_name.pop(b"content-length", None)
+    if length is None:
+        return tuple(fields), None
+    return tuple([field for field in fields if field[0] != b"content-length"]), length
 
 
 def _judge_request(head: bytes) -> RequestHead:
@@ -189,7 +190,7 @@ def _judge_request(head: bytes) -> RequestHead:
     fields, by_name = fields_of(lines, _ONCE)
     request = RequestHead()
     request.method, request.target, request.path, request.query, minor = known
-    request.fields = fields
+    request.fields, length = _without_length(fields, by_name)
     request.by_name = by_name
     request.minor = minor
     request.chunked = request.expects_continue = False
@@ -202,7 +203,6 @@ def _judge_request(head: bytes) -> RequestHead:
         raise BadHead("malformed Host header")
     if not request.target.startswith(b"/"):
         _take_absolute(request, host)
-    length = get(b"content-length")
     request.length = 0 if length is None else length_of(length)
     coding = get(b"transfer-encoding")
     if coding is not None:
@@ -229,12 +229,11 @@ def _judge_response(head: bytes, to_head_request: bool) -> ResponseHead:
     fields, by_name = fields_of(lines, _ONCE_IN_RESPONSE)
     response = ResponseHead()
     response.status = status
-    response.fields = fields
+    response.fields, length = _without_length(fields, by_name)
     response.by_name = by_name
     response.chunked = False
     get = by_name.get
-    length = get(b"content-length")
-    response.length = None if length is None else length_of(length)
+    response.length = response.told_length = None if length is None else length_of(length)
     coding = get(b"transfer-encoding")
     if coding is not None:
         if coding.lower() != b"chunked" or length is not None or minor == 0:

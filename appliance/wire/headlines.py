@@ -25,6 +25,8 @@ _FIELD_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([\t\x20-\x7e\x
 
 Fields = list[tuple[bytes, bytes]]
 """Header fields in their order: lower-case name, value without surrounding blanks."""
+KnownFields = tuple[tuple[bytes, bytes], ...]
+"""The same of a head that was judged; others may share them."""
 
 
 class BadHead(Exception):
