@@ -79,6 +79,7 @@ async def test_a_drain_goes_on_when_the_router_starts_again(tmp_path: Path) -> N
         assert second["nodes"] == ["b"] and not made.nodes["a"].engines()
         told = await made.control.run("ctl", "nodes")
         assert re.search("^a +ready, drained ", told, re.MULTILINE), told
+        assert "cordoned: a; drained: a" in await made.control.run("ctl", "status")
         audit = [(each["action"], each["target"]) for each in await made.ask("/audit")]
         assert audit.count(("drain", "a")) == 1
 

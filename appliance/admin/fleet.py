@@ -367,11 +367,17 @@ def summary(plane: Plane, now: float) -> Document:
     replicas: Counter[str] = Counter()
     for states in replica_states(plane).values():
         replicas.update(states)
+    drains = {
+        name: any(shards_on(node))
+        for name, node in sorted(plane.world.nodes.items())
+        if node.draining_since is not None
+    }
     return {
         "nodes": node_states(plane.world),
         "replicas": dict(replicas),
         "cordoned": sorted(node.name for node in plane.world.nodes.values() if node.cordoned),
-        "draining": sorted(node.name for node in plane.world.nodes.values() if node.draining_since is not None),
+        "draining": [name for name, left in drains.items() if left],
+        "drained": [name for name, left in drains.items() if not left],
         "settling_s": settling_s(plane, now),
     }
 

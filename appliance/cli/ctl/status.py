@@ -60,7 +60,7 @@ def groups_line(groups: dict[str, Any]) -> str:
 def nodes_line(fleet: dict[str, Any]) -> str:
     """Nodes by state, and what an operator has said about them."""
     told = [states_line(fleet["nodes"])]
-    told += [f"{word}: {', '.join(fleet[word])}" for word in ("cordoned", "draining") if fleet[word]]
+    told += [f"{word}: {', '.join(fleet[word])}" for word in ("cordoned", "draining", "drained") if fleet[word]]
     if fleet["settling_s"] is not None:
         rest = whole_seconds(fleet["settling_s"])
         until = f"for {rest}, so that all can call" if fleet["settling_s"] > 0 else "until they have called or are lost"
