@@ -18,6 +18,7 @@ from appliance.rules.fleet.expiry import drained_since
 from appliance.rules.fleet.rooming import why_not
 from appliance.store import migrate
 from appliance.store.migrations import MIGRATIONS
+from appliance.store.rows import Certificate, JoinToken
 from appliance.store.store import open_store
 from tests.control_scene import SETTINGS, WALL, FakeStore, control
 from tests.fleet_scene import Scene, inventory, model
@@ -125,10 +126,13 @@ async def test_a_drain_is_kept_with_its_beginning(tmp_path: Path) -> None:
 
 async def test_a_name_that_is_given_back_is_not_cordoned_for_its_next_machine(tmp_path: Path) -> None:
     async with open_store("", str(tmp_path)) as store:
-        await store.drain("a", "root", WALL)
-        await store.revoke("a", "root", WALL + 1)
-        assert await store.cordons() == {}
-        assert (await store.entries(1))[0].detail == "its cordon"
+        await store.add_token(JoinToken("t", "a", WALL + 60), "root", WALL)
+        assert await store.redeem("t", Certificate("a", "5e41", WALL + 1e6, WALL), "a")
+        for node in ("a", "here"):
+            await store.drain(node, "root", WALL)
+            await store.revoke(node, "root", WALL + 1)
+        assert list(await store.cordons()) == ["here"], "the machine of the router itself has no certificate"
+        assert (await store.entries(3))[-1].detail == "serial 5e41, its cordon"
 
 
 async def test_cordons_of_the_version_before_are_cordons(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ class Store:
 
     async def revoke(self, node: str, by: str, at: float) -> tuple[Certificate, ...]:
         """Revoke every certificate of `node` and its open join tokens; those certificates that were good until now. A
-        cordon goes too: a machine that joins under the name later is another one."""
+        cordon goes with certificates: a machine that joins under the name later is another one."""
 
         def work(connection: sqlite3.Connection) -> tuple[Certificate, ...]:
             rows = connection.execute(
@@ -127,7 +127,8 @@ class Store:
             void = connection.execute(
                 "UPDATE join_tokens SET used_at = ?2 WHERE node = ?1 AND used_at IS NULL", (node, at)
             ).rowcount
-            cordoned = connection.execute("DELETE FROM cordons WHERE node = ?", (node,)).rowcount
+            forgets = "DELETE FROM cordons WHERE node = ?"
+            cordoned = connection.execute(forgets, (node,)).rowcount if rows else 0
             revoked = tuple(Certificate(*row) for row in rows)
             if revoked or void or cordoned:
                 taken = [f"serial {each.serial}" for each in revoked] + ["an open join token"] * bool(void)
