@@ -114,6 +114,18 @@ def test_our_own_name_wins() -> None:
         ("MENTAT_ANNOUNCE_PORT", "65536", 'MENTAT_ANNOUNCE_PORT: expected a port from 0 to 65535, got "65536"'),
         ("POLL_INTERVAL_S", "soon", 'POLL_INTERVAL_S: expected a number of seconds above 0, got "soon"'),
         ("POLL_INTERVAL_S", "0", 'POLL_INTERVAL_S: expected a number of seconds above 0, got "0"'),
+        *[
+            (
+                name,
+                "1e-7",
+                f"groups.{key}: expected a number of seconds of at least 0.05, got 1e-07 (from {name})",
+            )
+            for name, key in (
+                ("POLL_INTERVAL_S", "poll_interval_s"),
+                ("PROBE_INTERVAL_S", "probe_interval_s"),
+                ("MENTAT_ANNOUNCE_INTERVAL_S", "announce_interval_s"),
+            )
+        ],
         ("PROBE_TIMEOUT_S", "nan", 'PROBE_TIMEOUT_S: expected a number of seconds above 0, got "nan"'),
         ("PROBE_TIMEOUT_S", "inf", 'PROBE_TIMEOUT_S: expected a number of seconds above 0, got "inf"'),
         ("MODEL_WAIT_S", "-1", 'MODEL_WAIT_S: expected a number of seconds, 0 or more, got "-1"'),

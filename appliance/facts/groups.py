@@ -20,6 +20,8 @@ OWN_UNIVERSE = "appliance"
 
 ANNOUNCE_PORT = 6382
 DAEMON_PORT = 6380
+SHORTEST_S = 0.05
+"""Of what is done again and again: less would be done without a pause, and fill the network or a core."""
 LOCAL_DAEMON = f"127.0.0.1:{DAEMON_PORT}"
 
 
@@ -41,7 +43,7 @@ class GroupsSettings:
         metadata=about("UDP port of announcements; 0: none are heard or sent.", minimum=0, maximum=65535, live=False),
     )
     announce_interval_s: float = field(
-        default=5.0, metadata=about("Time between two announcements of an agent.", above=0, live=False)
+        default=5.0, metadata=about("Time between two announcements of an agent.", minimum=SHORTEST_S, live=False)
     )
     announce_addrs: tuple[str, ...] = field(
         default=(),
@@ -80,10 +82,10 @@ class GroupsSettings:
         default=True, metadata=about("Watch the daemons that watched ones name, too.", live=False)
     )
     poll_interval_s: float = field(
-        default=10.0, metadata=about("Time between two readings of a daemon where no event comes.", above=0)
+        default=10.0, metadata=about("Time between two readings of a daemon where no event comes.", minimum=SHORTEST_S)
     )
     probe_interval_s: float = field(
-        default=5.0, metadata=about("Time between two probes of a group's endpoint.", above=0)
+        default=5.0, metadata=about("Time between two probes of a group's endpoint.", minimum=SHORTEST_S)
     )
     probe_timeout_s: float = field(default=3.0, metadata=about("What one probe may take.", above=0))
     probe_fresh_s: float = field(
