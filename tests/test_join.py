@@ -19,7 +19,7 @@ import trio
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
-from appliance.cli import agent_join
+from appliance.cli import agent_join, rootcall
 from appliance.cli.config import places
 from appliance.cli.main import run
 from appliance.control import pki
@@ -425,6 +425,48 @@ async def test_the_token_goes_to_nobody_who_only_shows_the_right_root(cluster: C
         nursery.cancel_scope.cancel()
     assert "the certificate of the other side was not accepted" in line
     assert [piece.split(b" ")[:2] for piece in heard] == [[b"GET", b"/root"]]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"-"),
+        (b"", b""),
+    ],
+)
+async def test_who_answers_without_end_is_not_heard_for_ever(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes, then: bytes
+) -> None:
+    monkeypatch.setattr(rootcall, "ANSWER_S", 0.4)
+    other = pki.create(Papers.of(str(tmp_path / "other" / "appliance")), time.time())
+    other.keep_server(["box"], time.time())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(other.papers.server, other.papers.server_key)
+
+    async def drip(stream: trio.SocketStream) -> None:
+        secure = trio.SSLStream(stream, context, server_side=True, https_compatible=True)
+        try:
+            await secure.receive_some()
+            await secure.send_all(first)
+            while True:
+                await secure.send_all(then)
+                await trio.sleep(0.05)
+        except trio.BrokenResourceError:
+            return
+        finally:
+            await trio.aclose_forcefully(secure)
+
+    async with trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, drip, listeners)
+        port = listeners[0].socket.getsockname()[1]
+        with trio.fail_after(8):
+            words = await cluster.invite("node-a", control=f"wss://127.0.0.1:{port}")
+            line = await refused(machine(tmp_path, "node"), words)
+        nursery.cancel_scope.cancel()
+    assert f"no answer from 127.0.0.1:{port} within 0.4 s: is the port open" in line
 
 
 async def test_what_an_earlier_join_left_is_replaced_only_when_asked(cluster: Cluster, tmp_path: Path) -> None:

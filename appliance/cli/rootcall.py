@@ -11,6 +11,7 @@ import http.client
 import json
 import socket
 import ssl
+import threading
 from typing import Any
 
 from attrs import field, frozen
@@ -20,6 +21,8 @@ from ..wire.handshake import handshake_fault
 from ..wire.tls import CONTROL_NAME
 
 ANSWER_S = 10.0
+"""For each step, and for the whole answer: a byte now and then, or "go on" without end, is no answer either."""
+
 ANSWER_BYTES = 65536
 
 
@@ -95,40 +98,69 @@ class _Connection(http.client.HTTPSConnection):
 
     def __init__(self, control: Control, context: ssl.SSLContext) -> None:
         super().__init__(control.host, control.port, timeout=ANSWER_S, context=context)
+        self.late = False
         self._control = control
         self._tls = context
+        self._wire: socket.socket | None = None
 
     def connect(self) -> None:
         plain = socket.create_connection((self._control.host, self._control.port), self.timeout)
+        self._wire = plain.dup()  # the other one becomes TLS's, and must not be touched from another thread
         try:
             self.sock = self._tls.wrap_socket(plain, server_hostname=CONTROL_NAME)
         except BaseException:
             plain.close()
             raise
 
+    def give_up(self) -> None:
+        """End whatever is waited for, from another thread."""
+        self.late = True
+        with contextlib.suppress(OSError):
+            if self._wire is not None:
+                self._wire.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Close all of it. `close` is called by the library itself, once the answer has begun."""
+        self.close()
+        if self._wire is not None:
+            self._wire.close()
+
 
 def _ask(control: Control, context: ssl.SSLContext, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
     connection = _Connection(control, context)
+    bound = threading.Timer(ANSWER_S, connection.give_up)
+    bound.daemon = True
+    bound.start()
     try:
         headers = {"host": str(control), "content-type": "application/json"}
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
-        return answer.status, answer.read(ANSWER_BYTES)
-    except ssl.SSLError as error:
-        raise CannotJoin(f"no TLS with {control}: {handshake_fault(error)}; look at --control") from None
-    except socket.gaierror:
-        raise CannotJoin(f"{control.host} is no host that this machine knows: look at --control") from None
-    except TimeoutError:
-        raise CannotJoin(
-            f"no answer from {control} within {ANSWER_S:.0f} s: is the port open in the firewalls between, and is"
-            " 'appliance serve' running there?"
-        ) from None
-    except http.client.HTTPException:
-        raise CannotJoin(f"what answers at {control} is no control plane: look at --control") from None
-    except OSError as error:
-        raise CannotJoin(
-            f"cannot reach {control}: {error.strerror or error}; is 'appliance serve' running there with a model that"
-            " has a profile, and was 'ctl init' run before it?"
-        ) from None
+        content = answer.read(ANSWER_BYTES)
+        if connection.late:
+            raise TimeoutError
+        return answer.status, content
+    except (OSError, http.client.HTTPException) as error:
+        raise CannotJoin(_why(control, TimeoutError() if connection.late else error)) from None
     finally:
-        connection.close()
+        bound.cancel()
+        connection.release()
+
+
+def _why(control: Control, error: Exception) -> str:
+    match error:
+        case ssl.SSLError():
+            return f"no TLS with {control}: {handshake_fault(error)}; look at --control"
+        case socket.gaierror():
+            return f"{control.host} is no host that this machine knows: look at --control"
+        case TimeoutError():
+            return (
+                f"no answer from {control} within {ANSWER_S:g} s: is the port open in the firewalls between, and is"
+                " 'appliance serve' running there?"
+            )
+        case OSError():
+            return (
+                f"cannot reach {control}: {error.strerror or error}; is 'appliance serve' running there with a model"
+                " that has a profile, and was 'ctl init' run before it?"
+            )
+        case _:
+            return f"what answers at {control} is no control plane: look at --control"
