@@ -25,6 +25,8 @@ PAIR = model("pair", 2, 3)
 LAZY = model("lazy", 0, 1, idle_s=30.0, gpus_per_node=0)
 CATALOG = (WIDE, PAIR, LAZY)
 
+PORTS = (20000, 20007)
+
 some_node = st.sampled_from(NAMES)
 
 
@@ -33,6 +35,8 @@ class Fleets(RuleBasedStateMachine):
     def begin(self, late: set[str], seconds: int) -> None:
         self.scene = Scene(NODES, CATALOG, QUICK)
         self.scene.load_s = 4.0
+        for agent in self.scene.agents.values():
+            agent.ports = PORTS
         self.version = 0
         self.scene.connect(*[name for name in NAMES if name not in late])
         self.scene.run(seconds)
@@ -94,6 +98,10 @@ class Fleets(RuleBasedStateMachine):
     def loads_fail(self, name: str, breaks: bool) -> None:
         self.scene.breaks = lambda report: breaks and report.shard.node == name
 
+    @rule(free=st.sets(st.integers(*PORTS), max_size=2))
+    def strangers_have_ports(self, free: set[int]) -> None:
+        self.scene.strangers = set(range(PORTS[0], PORTS[1] + 1)) - free
+
     @rule(name=some_node)
     def is_revoked(self, name: str) -> None:
         """It may come back with a new certificate, and with all it has."""
@@ -154,7 +162,7 @@ class Fleets(RuleBasedStateMachine):
     def calms_down(self) -> None:
         """Everybody is there and nothing breaks: it settles, and then it is silent."""
         scene = self.scene
-        scene.breaks, scene.busy = (lambda report: False), False
+        scene.breaks, scene.busy, scene.strangers = (lambda report: False), False, set()
         for name in NAMES:
             self.uncordons(name)
         scene.demand.clear()
