@@ -148,13 +148,29 @@ def test_a_missing_optional_name_is_unknown_and_a_violation() -> None:
 
 @pytest.mark.parametrize(
     ("value", "fault"),
-    [("-1.0", "is negative"), ("NaN", "no number"), ("+Inf", "no number"), ("many", "no number"), ("", "no number")],
+    [
+        ("-1.0", "is negative"),
+        ("NaN", "no number"),
+        ("+Inf", "no number"),
+        ("many", "no number"),
+        ("", "no number"),
+        ("1e308", "beyond"),
+        ("1e16", "beyond"),
+    ],
 )
 def test_impossible_values_are_unknown(value: str, fault: str) -> None:
     text = VLLM.replace('num_requests_running{engine="0",model_name="tiny"} 3.0', f"num_requests_running {value}")
     verdict = Contract("vllm", "a").take(text, 1.0)
     assert verdict.sample is None
     assert fault in verdict.warning
+
+
+@pytest.mark.parametrize("engine", TABLE)
+def test_sums_beyond_all_numbers_are_none(engine: str) -> None:
+    names = {name for figure in TABLE[engine] for name in (*figure.names, *figure.also)}
+    for value in ("1e308", "9007199254740992"):
+        text = "".join(f'{name}{{rank="{rank}"}} {value}\n' for name in sorted(names) for rank in range(3))
+        Contract(engine, "a").take(text, 1.0)
 
 
 def test_a_kv_figure_in_percent_is_not_believed() -> None:

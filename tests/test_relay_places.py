@@ -349,3 +349,23 @@ async def test_a_key_that_cannot_be_read_for_want_of_descriptors_blames_no_engin
                     assert answer.status == 503 and answer.error["code"] == "router_exhausted"
             assert door.app.gateway.table.members["a"].up
             assert (await door.ask(chat())).status == 200
+
+
+@pytest.mark.parametrize("broken", ["appliance.gateway.watch._entries", "appliance.gateway.watch.Contract.take"])
+async def test_a_fault_in_watching_an_endpoint_costs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    faults = 0
+
+    def fail(*arguments: object) -> object:
+        nonlocal faults
+        faults += 1
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("appliance.gateway.watch.ASK_S", 0.01)
+    monkeypatch.setattr(broken, fail)
+    async with fake_engine() as engine, router(tmp_path, config=at(engine.url, more='engine = "sim"')) as door:
+        await door.until("it was asked again and again", lambda: faults > 3)
+        assert (await door.ask(chat())).status == 200
+        (told,) = door.told("watching an endpoint failed inside the router")
+        assert told["endpoint"] == "a" and "a bug" in told["exception"]

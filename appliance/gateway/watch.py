@@ -70,10 +70,20 @@ class Watches:
                     nursery.start_soon(self._with_sleeper, self._scrape, member, contract, name=f"load of {member.id}")
 
     async def _with_sleeper(self, work: Callable[..., Awaitable[NoReturn]], member: Member, *more: object) -> None:
+        """Watch for ever. What an endpoint says may find a fault of ours, which then costs what is known of this
+        endpoint and nothing else: requests go on, and it is asked again."""
         sleeper = Sleeper()
         self._sleepers.add(sleeper)
+        told = ""
         try:
-            await work(member, sleeper, *more)
+            while True:
+                try:
+                    await work(member, sleeper, *more)
+                except Exception as fault:
+                    if repr(fault) != told:
+                        told = repr(fault)
+                        log.exception("watching an endpoint failed inside the router", endpoint=member.id)
+                    await trio.sleep(ASK_S)
         finally:
             self._sleepers.discard(sleeper)
 

@@ -89,6 +89,8 @@ HINTS = {
     ("llamacpp", 501): "llama-server publishes metrics only with --metrics",
 }
 
+MOST = float(1 << 53)
+"""Above any figure of an engine, and far below where sums of them are no numbers any more."""
 NO_TEXT = "its metrics page is not Prometheus text"
 
 _VALUE = re.compile(rb'(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?[ \t]+(\S+)')
@@ -200,6 +202,8 @@ def _collect(data: bytes, lines: re.Pattern[bytes]) -> tuple[dict[str, list[floa
             faults[name] = f"{name} has a line that is no number"
         elif value < 0.0:
             faults[name] = f"{name} is negative"
+        elif value > MOST:
+            faults[name] = f"{name} is beyond all measure"
         else:
             found.setdefault(name, []).append(value)
     return found, faults
