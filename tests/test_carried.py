@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -324,3 +325,59 @@ async def test_an_end_leaves_no_cycle_behind(nursery: trio.Nursery) -> None:
         assert Held.gone == 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_in_whatever_order_things_happen_news_carry_it_on(nursery: trio.Nursery, seed: int) -> None:
+    """It finds its way home, and never comes to rest where news do not reach it."""
+    rng = random.Random(seed)
+    turns = 0
+
+    async def work(scene: Scene) -> None:
+        nonlocal turns
+        sleeper = scene.sleeper
+        while True:
+            turns += 1
+            step = rng.choice(["pause", "pause", "pause", "sleep", "checkpoint", "nursery", "wake", "cut"])
+            try:
+                match step:
+                    case "pause":
+                        await sleeper.pause()
+                    case "sleep":
+                        await sleeper.sleep()
+                    case "wake":
+                        sleeper.wake()
+                        sleeper.carry_on()
+                    case "cut":
+                        sleeper.cut(Reason("own"))
+                    case _:
+                        await trio.lowlevel.checkpoint()
+                        scene.see("home")
+                        if step == "nursery":
+                            async with trio.open_nursery() as own:
+                                own.start_soon(trio.lowlevel.checkpoint)
+            except Reason:
+                continue
+
+    scene = Scene(nursery, work)
+    for _ in range(100):
+        match rng.choice(["news", "news", "wake", "cut", "round", "round"]):
+            case "news":
+                scene.sleeper.carry_on()
+            case "wake":
+                scene.sleeper.wake()
+            case "cut":
+                scene.sleeper.cut(Reason("late"))
+            case "round":
+                await trio.lowlevel.checkpoint()
+    for _ in range(20):
+        await settled()
+        before = turns
+        scene.sleeper.carry_on()
+        await settled()
+        assert turns > before
+    assert set(scene.seen) == {"home"}
+    scene.scope.cancel()
+    scene.sleeper.carry_on()
+    await settled()
+    assert scene.ended[-1] == "ended"
