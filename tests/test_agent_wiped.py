@@ -251,7 +251,8 @@ def test_a_directory_of_another_machine_is_refused(tmp_path: Path, monkeypatch: 
     # A cloned machine has another board, and often the same machine-id.
     on(monkeypatch, "boot-2", "board-2", "machine-1")
     why = opened(tmp_path)
-    assert why.startswith(f"the state directory {tmp_path} was made on another machine and copied here")
+    assert why.startswith(f"the state directory {tmp_path} is another machine's, with its name and records: ")
+    assert "where it is shared with that one, set STATE_DIRECTORY to a folder that is not;" in why
     assert f"remove {tmp_path}/shards and {tmp_path}/pki/node.*, and join anew" in why
     assert "\n" not in why
     # And it was not taken over by the refusal.

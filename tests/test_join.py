@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import ssl
@@ -19,6 +20,7 @@ import trio
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
+from appliance.agent import home
 from appliance.cli import agent_join, rootcall
 from appliance.cli.config import places
 from appliance.cli.main import run
@@ -467,6 +469,24 @@ async def test_who_answers_without_end_is_not_heard_for_ever(
             line = await refused(machine(tmp_path, "node"), words)
         nursery.cancel_scope.cancel()
     assert f"no answer from 127.0.0.1:{port} within 0.4 s: is the port open" in line
+
+
+async def test_a_folder_that_is_another_machines_is_no_place_to_join(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home folder on a file server, or a clone: with --replace it would take the other one's papers away."""
+    node = machine(tmp_path, "node")
+    assert (await node.run(*await cluster.invite("node-a"))).status == 0
+    shards = Path(node.papers.folder).parent / "shards"
+    shards.mkdir()
+    home.settle(shards)
+    assert (await node.run(*await cluster.invite("node-a"), "--replace")).status == 0
+    monkeypatch.setattr(home, "this_host", lambda: home.Host("another boot", "another board", "0" * 32))
+    note = json.loads((shards / "home").read_text())
+    note["host"] |= {"board": "a board", "machine": "1" * 32}
+    (shards / "home").write_text(json.dumps(note))
+    line = await refused(node, [*await cluster.invite("node-b"), "--replace"])
+    assert "is another machine's, with its name and records: where it is shared with that one, set STATE" in line
 
 
 async def test_what_an_earlier_join_left_is_replaced_only_when_asked(cluster: Cluster, tmp_path: Path) -> None:

@@ -90,33 +90,45 @@ def belongs(folder: Path) -> None:
         )
 
 
+def check(shards: Path) -> None:
+    """See that the directory, where there is one, is where it belongs; nothing is changed. Raises NotOurs, OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        _compared(shards)
+
+
 def settle(shards: Path) -> None:
     """See that the directory is where it belongs, and write down where that is. Raises NotOurs, and OSError where it
     cannot be looked at; a disk that takes nothing costs the note alone. Only for whoever owns the directory."""
-    note = shards / "home"
-    before = _read(note)
-    host, stat = this_host(), shards.stat()
-    now = Home(host, os.path.realpath(shards), stat.st_dev, stat.st_ino)
+    before, now = _compared(shards)
     if before is not None:
-        _judge(before, now, shards.parent)
         # What this user cannot read, another one could.
-        known = Host(host.boot, host.board or before.host.board, host.machine or before.host.machine)
-        now = attrs.evolve(now, host=known)
+        board, machine = now.host.board or before.host.board, now.host.machine or before.host.machine
+        now = attrs.evolve(now, host=Host(now.host.boot, board, machine))
     if now != before:
         with contextlib.suppress(OSError):
-            beside = note.with_name(".home.new")
+            beside = shards / ".home.new"
             descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(to_json(now))
-            beside.replace(note)
+            beside.replace(shards / "home")
+
+
+def _compared(shards: Path) -> tuple[Home | None, Home]:
+    """What was written down and what is so."""
+    before, stat = _read(shards / "home"), shards.stat()
+    now = Home(this_host(), os.path.realpath(shards), stat.st_dev, stat.st_ino)
+    if before is not None:
+        _judge(before, now, shards.parent)
+    return before, now
 
 
 def _judge(before: Home, now: Home, state: Path) -> None:
-    alone = f"to make it an agent of its own, remove {state}/shards and {state}/pki/node.*, and join anew"
+    alone = f"remove {state}/shards and {state}/pki/node.*, and join anew"
     if before.host.differs(now.host):
         raise NotOurs(
-            f"the state directory {state} was made on another machine and copied here, with that one's name and"
-            f" records: {alone}; if this machine takes the other one's place for good, remove {state}/shards/home"
+            f"the state directory {state} is another machine's, with its name and records: where it is shared with that"
+            f" one, set STATE_DIRECTORY to a folder that is not; where it is a copy, {alone}; where this machine takes"
+            f" that one's place for good, remove {state}/shards/home"
         )
     if (before.device, before.inode) == (now.device, now.inode):
         return
@@ -125,7 +137,8 @@ def _judge(before: Home, now: Home, state: Path) -> None:
         if (there.st_dev, there.st_ino) == (before.device, before.inode):
             raise NotOurs(
                 f"the state directory {state} is a copy of {Path(before.path).parent}, which is still there and whose"
-                f" engines are not this one's: {alone}; if the copy is to go on in its place, remove that one"
+                f" engines are not this one's: to make it an agent of its own, {alone}; if the copy is to go on in its"
+                " place, remove that one"
             )
 
 

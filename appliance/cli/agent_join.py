@@ -13,6 +13,7 @@ import stat
 import time
 import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import click
@@ -65,6 +66,7 @@ def join(
     unit_file: str | None,
 ) -> int:
     """Make this machine a node of a cluster: run what 'appliance ctl node add NAME' printed on the control plane."""
+    from ..agent.home import NotOurs, check
     from ..wire import certificates
     from .rootcall import CannotJoin, Control, ask_to_sign, fetch_root
 
@@ -81,6 +83,7 @@ def join(
     papers = Papers.of(state_dir)
     named = config or ctx.obj or os.environ.get("APPLIANCE_CONFIG") or ""
     try:
+        check(Path(state_dir, "shards"))
         _look_for_earlier(papers, name, expected, replace)
         plan = _plan(named, {"control_url": url, "node": name}, replace)
         fresh = f"{papers.node_key}.joining"
@@ -96,7 +99,7 @@ def join(
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(fresh)
-    except CannotJoin as why:
+    except (CannotJoin, NotOurs) as why:
         raise click.ClickException(str(why)) from None
     except OSError as error:
         raise click.ClickException(
