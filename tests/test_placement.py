@@ -270,6 +270,8 @@ def test_fp8_goes_to_no_gpu_that_is_known_to_be_too_old() -> None:
         " (GPU 0 has llama; GPUs 1-2: fp8 needs compute capability 8.9, the GPUs have 8.0)"
     ]
     assert nodes(Rooms([spot("d")]).place(model(fp8))) == ["d"], "what is unknown is not below anything"
+    both = [spot("d", (gpu("d", 0),)), spot("e", (gpu("e", 0, **new),))]
+    assert nodes(Rooms(both).place(model(fp8))) == ["e"], "and comes after what is known"
     assert nodes(Rooms([spot("a", (gpu("a", 0, **old),))]).place(model(profile(gpus=0, quantization="fp8")))) == ["a"]
 
 
@@ -277,7 +279,7 @@ def test_of_a_fabric_too_no_old_node_is_taken() -> None:
     cards = {name: tuple(gpu(name, index, compute_cap=age) for index in range(8)) for name, age in AGES.items()}
     rooms = Rooms([spot(name, there) for name, there in cards.items()])
     fp8 = profile(gpus=8, nodes=2, quantization="fp8")
-    assert "a" in nodes(rooms.place(model(profile(gpus=8, nodes=2)))), "what does not ask for it leaves the newest"
+    assert nodes(rooms.place(model(profile(gpus=8, nodes=2)))) == ["a", "b"], "what asks for nothing takes the oldest"
     for name, there in cards.items():
         rooms.set(spot(name, there))
     assert sorted(nodes(rooms.place(model(fp8)))) == ["b", "c"]

@@ -27,6 +27,10 @@ Row = tuple[bool, float, bool, Capability | None]
 the class; on CPUs minus the replicas per CPU that there would be with one more); whether the disk is too full to fetch
 anything to it; how old their free GPUs of the class are."""
 
+UNKNOWN: Capability = (1 << 16, 0)
+"""Where GPUs of unknown age stand: behind all others that are alike. So what any will do for takes the oldest ones, and
+what asks for young ones takes those that are known to be."""
+
 Asked = tuple[int, float, bool, Capability | None]
 """What a replica asks of a shelf: number of nodes, room on each, whether something must be fetched, and how old its
 GPUs may be."""
@@ -69,7 +73,7 @@ class Shelf:
 
     def emptiest(self, rows: list[Row]) -> Iterator[str]:
         """Names of the nodes in `rows`, unused ones with the most room first."""
-        for row in sorted(rows, key=lambda row: (row[0], -row[1], row[2], row[3] or ())):
+        for row in sorted(rows, key=lambda row: (row[0], -row[1], row[2], row[3] or UNKNOWN)):
             yield from self.rows[row]
 
 
@@ -109,7 +113,7 @@ def fullest(shelves: Shelves, profile: Profile) -> Iterator[tuple[str, str]]:
     if profile.gpus_per_node == 0:
         rows.sort(key=lambda each: (-each[0][1], each[0][2]))
     else:
-        rows.sort(key=lambda each: (not each[0][0], each[0][1], each[0][2], each[1], each[0][3] or ()))
+        rows.sort(key=lambda each: (not each[0][0], each[0][1], each[0][2], each[1], each[0][3] or UNKNOWN))
     for row, kind, shelf in rows:
         for name in shelf.rows[row]:
             yield name, kind
