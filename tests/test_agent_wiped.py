@@ -4,6 +4,7 @@ is somebody's is not, and no copy takes itself for the original."""
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,8 @@ from tests.test_agent_adoption import making_agents
 from tests.test_agent_records import in_child
 
 PORTS = free_range(100)
-STRANGE = "0123456789abcdef.fedcba9876543210.r9/0"
+STRANGE = f"{secrets.token_hex(8)}.{secrets.token_hex(8)}.r9/0"
+"""Another one in each process of pytest: those that run beside us look at all processes too."""
 
 
 @pytest.fixture
