@@ -58,6 +58,23 @@ class Running:
         """Let everything that is armed see a clock `seconds` ahead: what is due by then strikes."""
         sweep_once(tuple(self.app.sleepers), time.monotonic() + seconds)
 
+    def nearly(self) -> None:
+        """Let everything that is armed come near its time, and nothing strike, however long the test has taken."""
+        for sleeper in tuple(self.app.sleepers):
+            sweep_once((sleeper,), sleeper.due - 0.1)
+
+    async def held_by(self, deadline: str, *, begun: bool = False) -> None:
+        """Wait until there is a request that nothing but this deadline will end; `begun`: it has got some of its
+        answer."""
+
+        def there() -> bool:
+            for record in self.app.gateway.books.live.values():
+                assert record.sleeper is not None
+                return record.sleeper.due_name == deadline and bool(record.first_byte_at) == begun
+            return False
+
+        await self.until(f"{deadline} runs", there)
+
     async def connect(self, context: ssl.SSLContext | None = None, port: int = 0, host: str = "127.0.0.1") -> Client:
         """A connection to the door, with TLS where a context is given; closed when the router's block ends."""
         stream: trio.abc.HalfCloseableStream = await trio.open_tcp_stream(host, port or self.port)

@@ -57,8 +57,10 @@ async def test_before_the_answer_a_deadline_is_a_504_with_its_name(
         fallback = '[[models]]\nname = "llama"\nfallbacks = ["other"]\n'
         async with router(tmp_path, a, b, config=fallback) as door:
             client = await asked(door, stream=stream)
-            door.later(after_s - 1)
+            await door.held_by(name)
+            door.nearly()
             await wait_all_tasks_blocked()
+            assert door.app.gateway.books.live
             door.later(after_s + 1)
             answer = await client.answer("POST")
             assert answer.status == 504 and answer.error["code"] == "upstream_timeout"
@@ -85,7 +87,8 @@ async def test_in_a_stream_a_deadline_is_an_error_event_with_its_name(
     script = says(*streamed(event("a"), end=b""), then="silent")
     async with fake_engine(script) as engine, router(tmp_path, engine, config="[deadlines]\n" + config) as door:
         client = await asked(door, stream=True)
-        door.later(after_s - 1)
+        await door.held_by(name, begun=True)
+        door.nearly()
         await wait_all_tasks_blocked()
         assert door.app.gateway.books.live
         door.later(after_s + 1)
@@ -102,13 +105,13 @@ async def test_the_limit_of_a_whole_stream_holds_before_its_first_event(tmp_path
     config = "[deadlines]\nstream_total_s = 100\n"
     async with fake_engine(says(STREAM_HEAD, then="silent")) as engine, router(tmp_path, engine, config=config) as door:
         client = await asked(door, stream=True)
+        await door.held_by("stream_total_s")
         door.later(101)
         answer = await client.answer("POST")
         assert answer.status == 504 and "stream_total_s" in answer.error["message"]
 
 
 async def test_silence_begins_anew_with_every_event(tmp_path: Path) -> None:
-    """The clock of the test is ahead for each look only, so an event that has just come is no silence."""
     peers: list[Peer] = []
 
     async def script(asked: Asked, peer: Peer) -> None:
@@ -116,15 +119,20 @@ async def test_silence_begins_anew_with_every_event(tmp_path: Path) -> None:
         await peer.send(*streamed(event("a"), end=b""))
         await peer.left()
 
-    config = "[deadlines]\nidle_s = 0.5\nsse_ping_s = 1000"
+    config = "[deadlines]\nidle_s = 500\nsse_ping_s = 10000"
     async with fake_engine(script) as engine, router(tmp_path, engine, config=config) as door:
         client = await asked(door, stream=True)
+        await door.held_by("idle_s", begun=True)
+        (record,) = door.app.gateway.books.live.values()
+        sleeper = record.sleeper
+        assert sleeper is not None
         for _ in range(4):
-            door.later(0.3)
+            due = sleeper.due
+            door.nearly()
             await peers[0].send(chunk(event("b")))
-            await wait_all_tasks_blocked()
+            await door.until("the silence has begun anew", lambda due=due: sleeper.due > due)
         assert door.app.gateway.books.live
-        door.later(0.6)
+        door.later(501)
         raw, _ = await client.rest()
         assert b"idle_s" in raw and raw.count(b"data: {") == 6
 

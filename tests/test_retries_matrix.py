@@ -22,7 +22,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from tests.fake_engine import CHAT, DONE, STREAM_HEAD, Script, event, fake_engine, says, streamed, whole
 from tests.raw_client import BEYOND_SOCKETS, BrokenOff, chat
-from tests.routers import Running, router
+from tests.routers import router
 
 PAGE = Path(__file__).parent.parent / "docs" / "retries.md"
 ERROR = b'data: {"error":{"message":"m","type":"t","param":null,"code":%d}}\n\n'
@@ -187,14 +187,6 @@ async def endpoints(case: Case, setup: str) -> AsyncIterator[str]:
         nursery.cancel_scope.cancel()
 
 
-def runs(door: Running, case: Case) -> bool:
-    """Whether the request is where its deadline is to strike it."""
-    for record in door.app.gateway.books.live.values():
-        assert record.sleeper is not None
-        return record.sleeper.due_name == case.deadline and bool(record.first_byte_at) == case.begun
-    return False
-
-
 async def play(case: Case, setup: str, folder: Path) -> Seen:
     async with endpoints(case, setup) as config, router(folder, config=config) as door:
         await wait_all_tasks_blocked()
@@ -202,7 +194,7 @@ async def play(case: Case, setup: str, folder: Path) -> Seen:
         client = await door.connect()
         await client.send(chat(stream=case.stream, **({"filler": case.filler} if case.filler else {})))
         if case.deadline:
-            await door.until(f"{case.deadline} runs", lambda: runs(door, case))
+            await door.held_by(case.deadline, begun=case.begun)
             door.later(AFTER_S[case.deadline] + 1)
         try:
             answer = await client.answer("POST")
