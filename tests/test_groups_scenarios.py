@@ -342,6 +342,29 @@ async def test_a_request_sent_during_an_outage_succeeds_when_the_engine_is_back(
             assert len(engine.asked) == 1
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_a_stream_has_comments_while_it_waits_for_its_engine(noticed: bool, tmp_path: Path) -> None:
+    environ = {"MODEL_WAIT_S": "20", "PROBE_INTERVAL_S": "0.1" if noticed else "3", "PROBE_FRESH_S": "30"}
+    async with restartable() as engine, fake_daemon() as daemon:
+        engine.script = says(*streamed(event("back"), DONE))
+        daemon.group("glm", openai=url_of(engine))
+        async with outside(tmp_path, daemon.address, SSE_KEEPALIVE_S="0.1", **environ) as door:
+            await door.serves("llama")
+            engine.stop()
+            if noticed:
+                await door.gated("glm", "endpoint probe failed")
+            client = Client(await trio.open_tcp_stream("127.0.0.1", door.process.door))
+            await client.send(chat(stream=True))
+            assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            await client.until(b": ping\n\n")
+            await client.until(b": ping\n\n")
+            await engine.start()
+            told = await client.until(b"data: [DONE]")
+            assert b'"content": "back"' in told
+            assert b'"error"' not in told
+            await client.close()
+
+
 async def test_a_refused_connection_counts_as_a_failed_probe(tmp_path: Path) -> None:
     """Without a wait the first request finds it out, and those after it are told why."""
     async with restartable() as engine, fake_daemon() as daemon:
