@@ -13,12 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from appliance.admin.families import Families
 from appliance.admin.metrics import Scrapes
 from appliance.facts.call import Ask, Call, Caller, Route
-from appliance.facts.choice import Outcome
+from appliance.facts.choice import SCORERS, Outcome
 from appliance.facts.endpoint import Endpoint
 from appliance.facts.settings import Settings
 from appliance.gateway.service import Gateway
 from appliance.nursery.sleeper import Sleeper
 from appliance.rules.engines.metrics import Contract
+from appliance.rules.scheduling.pipeline import choose
 from appliance.wire.line import Poller
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -74,6 +75,7 @@ def test_the_names_of_the_contract(gateway: Gateway) -> None:
         "appliance_endpoint_breaker",
         "appliance_filter_drops_total",
         "appliance_prefix_hits_total",
+        "appliance_scorer_value_count",
         "process_resident_memory_bytes",
     } <= names
     assert all(name.startswith(("appliance_", "process_", "python_")) for name in names)
@@ -103,6 +105,25 @@ def test_counters_and_histograms_say_what_was_counted(gateway: Gateway) -> None:
     assert samples[f"{name}_sum", labels(model="llama")] == pytest.approx(5000.44)
     assert samples["appliance_inter_token_seconds_count", labels(model="llama")] == 10
     assert samples["appliance_inter_token_seconds_sum", labels(model="llama")] == pytest.approx(0.2)
+
+
+def test_scorers_show_what_they_gave_the_picked_one_of_several(gateway: Gateway) -> None:
+    alike = [attrs.evolve(endpoint, pool_priority=0) for endpoint in SETTINGS.endpoints]
+    gateway.configure(attrs.evolve(SETTINGS, endpoints=tuple(alike)))
+    entry, now = gateway.table.entries["llama"], time.monotonic()
+    text = b'[{"role":"user","content":"' + b"the same head " * 200
+    picked = []
+    for _ in range(3):
+        member, choice = choose(entry, gateway.policy, now, random.Random(1), text)
+        assert member is not None and len(choice.candidates) == 2
+        gateway.meters.chose(choice)
+        picked.append([scores[choice.picked] for scores in choice.scores])
+    assert picked[0][3] == 0 and picked[1][3] > 0, "the head is known from the second on"
+    samples = scraped(gateway)
+    for place, name in enumerate(SCORERS):
+        assert samples["appliance_scorer_value_count", labels(scorer=name)] == 3
+        expected = sum(scores[place] for scores in picked)
+        assert samples["appliance_scorer_value_sum", labels(scorer=name)] == pytest.approx(expected)
 
 
 def test_endpoints_show_load_and_breaker(gateway: Gateway) -> None:

@@ -11,11 +11,18 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from .. import __version__
+from ..facts.choice import SCORERS
 from ..gateway.meters import Histogram, Meters, ModelMeters
 from ..gateway.service import Gateway
 from ..wire import exposition
@@ -182,6 +189,12 @@ def _of_decisions(meters: Meters) -> Iterator[Metric]:
     for result, count in meters.prefix.items():
         hits.add_metric([result], count)
     yield hits
+    scores = SummaryMetricFamily(
+        "appliance_scorer_value", "What each scorer gave the endpoint that was picked among several.", labels=["scorer"]
+    )
+    for name, total in zip(SCORERS, meters.scores, strict=True):
+        scores.add_metric([name], meters.scored, total)
+    yield scores
     yield CounterMetricFamily(
         "appliance_trace_dropped", "Spans that the collector did not get.", value=meters.trace_dropped
     )

@@ -203,6 +203,8 @@ class Attempts(Roster):
             errand.entry, self.policy, now, self.rng, text, call.caller.session, tried, errand.only, granted, crowded
         )
         errand.record.choices += (choice,)
+        if len(choice.candidates) > 1:
+            self.meters.chose(choice)
         if choice.drops or text:
             self._count(choice)
         return member

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from ..facts.choice import SCORERS, Choice
+
 DURATION_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 QUEUE_WAIT_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -55,7 +57,8 @@ class ModelMeters:
 
 class Meters:
     """All counters. `models` is by canonical name; a name that no configuration or endpoint knows counts as
-    `UNKNOWN`.
+    `UNKNOWN`. `scores` are the sums of what each of `SCORERS` gave the endpoint that was picked, over `scored` choices
+    between several.
     """
 
     UNKNOWN = "unknown"
@@ -65,6 +68,8 @@ class Meters:
         self.rejections: dict[tuple[str, str], int] = {}
         self.filter_drops: dict[str, int] = {}
         self.prefix: dict[str, int] = {}
+        self.scores = [0.0] * len(SCORERS)
+        self.scored = 0
         self.trace_dropped = 0
         self.queue_wait: dict[str, Histogram] = {}
 
@@ -73,6 +78,12 @@ class Meters:
         if meters is None:
             meters = self.models[name] = ModelMeters()
         return meters
+
+    def chose(self, choice: Choice) -> None:
+        """One endpoint was picked out of several."""
+        picked = choice.picked
+        self.scored += 1
+        self.scores = [sum_ + scores[picked] for sum_, scores in zip(self.scores, choice.scores, strict=True)]
 
     def waited(self, band: str, seconds: float) -> None:
         """A request of `band` left the queue after `seconds`, whatever came of it."""
