@@ -402,5 +402,6 @@ def test_the_table_in_the_docs() -> None:
         (403, "source_not_permitted"),
         (408, "request_timeout"), (500, "internal_error"), (503, "model_not_ready"), (503, "queue_full"),
         (503, "displaced"), (503, "buffers_full"), (503, "draining"), (503, "cancelled"), (504, "queue_timeout"),
+        (503, "router_exhausted"), (508, "loop_detected"),
     }  # fmt: skip
     assert told == own | elsewhere
