@@ -24,7 +24,7 @@ from .agent_register import register
 from .agent_tree import AgentTree, place
 from .config import ConfigError, Loaded, changes, keep_fixed, load
 from .listening import raise_open_files
-from .signals import heeded
+from .signals import heeded, held
 from .startfailed import StartFailed
 from .supervisor import Supervisor
 
@@ -58,7 +58,9 @@ def agent(ctx: click.Context, config: str | None) -> int:
         loaded = read()
         logs.set_up(loaded.settings.logging.level, loaded.settings.logging.format)
         raise_open_files()
-        trio.run(Agent(loaded, read, supervisor).run)
+        process = Agent(loaded, read, supervisor)
+        with held():
+            trio.run(process.run)
     except ConfigError as error:
         for fault in error.faults:
             click.echo(f"appliance agent: {fault}", err=True)

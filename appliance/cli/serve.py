@@ -11,6 +11,7 @@ from . import logs, takeover
 from .config import ConfigError, Loaded, load
 from .listening import raise_open_files
 from .router import Router
+from .signals import held
 from .startfailed import StartFailed
 from .supervisor import Supervisor, passed_sockets
 
@@ -49,7 +50,9 @@ def serve(config: str | None, listen: tuple[str, ...], with_agent: bool, take_ov
                 "--takeover: a supervisor has passed the listening sockets already (LISTEN_FDS); leave it out"
             )
         taken = takeover.take(loaded.settings) if take_over else None
-        trio.run(Router(loaded, read, supervisor, passed, taken, with_agent=with_agent).run)
+        router = Router(loaded, read, supervisor, passed, taken, with_agent=with_agent)
+        with held():
+            trio.run(router.run)
     except ConfigError as error:
         for fault in error.faults:
             click.echo(f"appliance serve: {fault}", err=True)

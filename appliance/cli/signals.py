@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NoReturn
 
 import trio
+
+ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Keep signals for `heeded`, and have them do nothing from its end on: for a process that ends after the block, in
+    its main thread. Else one that comes while Python puts itself away would make a failure of a stop."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
+    for number in ALL:
+        # Not ignored yet: that would drop one which is being kept.
+        signal.signal(number, _do_nothing)
+    try:
+        yield
+    finally:
+        for number in ALL:
+            # For good: Python gives up handlers of its own before its end.
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    return
 
 
 class Heeding:
@@ -30,6 +52,7 @@ class Heeding:
         stops = 0
         numbers = (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if self._reload is not None else ()))
         with trio.open_signal_receiver(*numbers) as signals:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
             task_status.started()
             async for number in signals:
                 if number != signal.SIGHUP:
