@@ -99,7 +99,7 @@ def endpoints(gateway: Gateway, now: float) -> list[Document]:
 def _endpoint(gateway: Gateway, member: Member, models: list[str], now: float) -> Document:
     endpoint, breaker, sample = member.endpoint, member.breaker, member.sample
     load, contract = gateway.gate.rules.loads.get(member.id), gateway.contracts.get(member.id)
-    word, why = state(member, now)
+    word, why = state(gateway, member, now)
     return {
         "id": member.id,
         "url": endpoint.url,

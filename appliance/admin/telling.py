@@ -25,8 +25,15 @@ FAILING = {
 """What lies behind the words of `Member.failing`."""
 
 
-def state(member: Member, now: float) -> tuple[str, str]:
-    """One word for a table, and why it is so."""
+def state(gateway: Gateway, member: Member, now: float) -> tuple[str, str]:
+    """One word for a table, and why it is so, or what speaks against it."""
+    word, why = _state(member, now)
+    if not why and (failed := gateway.unanswered.get(member.id)):
+        why = f"requests may go there, but it did not answer when asked for its models: {failed}"
+    return word, why
+
+
+def _state(member: Member, now: float) -> tuple[str, str]:
     shut = gate(member, now)
     match shut:
         case "":
@@ -46,7 +53,7 @@ def state(member: Member, now: float) -> tuple[str, str]:
 
 def troubles(gateway: Gateway, member: Member, now: float) -> list[str]:
     """What an operator should know of an endpoint, a sentence each."""
-    word, why = state(member, now)
+    word, why = state(gateway, member, now)
     told = [f"{member.id}: {word}: {why}"] if why else []
     contract = gateway.contracts.get(member.id)
     return told + [f"{member.id}: {violation}" for violation in (contract.violations if contract else ())]

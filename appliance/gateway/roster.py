@@ -45,6 +45,9 @@ class Roster:
         """By model: what the last endpoint that is gone said of it, for models that nobody serves at the moment."""
         self.contracts: dict[str, Contract] = {}
         """By endpoint id: what it promised to publish about its load, and whether it does."""
+        self.unanswered: dict[str, str] = {}
+        """By endpoint id: what came of asking for its models last, where nothing answered. Requests may still go there:
+        only they can tell whether it serves those that the file names."""
         self.wanted: Callable[[str], None] = _nobody_wakes
         self.refused: Callable[[str], None] = _nobody_wakes
         self.why_not: Callable[[str], str] = self._said_last
@@ -151,6 +154,7 @@ class Roster:
             self.upstreams.pop(member.id).close()
         for member in change.removed:
             self.contracts.pop(member.id, None)
+            self.unanswered.pop(member.id, None)
             for name, shown in self.listed.pop(member.id, {}).items():
                 if name in names:
                     self.listed_last[name] = shown

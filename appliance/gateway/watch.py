@@ -114,11 +114,12 @@ class Watches:
         except UpstreamFailed as failed:
             if never_heard:
                 gateway.failing(member, "unreachable")
-            return failed.detail
+            return self._unanswered(member, upstream, failed.detail)
         except Cut:
             if never_heard:
                 gateway.failing(member, "silent")
-            return f"no answer within {WITHIN_S:g} s"
+            return self._unanswered(member, upstream, f"no answer within {WITHIN_S:g} s")
+        gateway.unanswered.pop(member.id, None)
         if status != 200:
             if never_heard:
                 gateway.failing(member, "loading" if status == 503 else "without a list of models")
@@ -130,6 +131,12 @@ class Watches:
         for name in gateway.heard(member, entries):
             log.warning("endpoint reports a name that is an alias here", endpoint=member.id, model=name)
         return ""
+
+    def _unanswered(self, member: Member, upstream: Upstream, why: str) -> str:
+        # An endpoint that has just been taken out fails its last question, and would stay noted for ever.
+        if self._gateway.upstreams.get(member.id) is upstream:
+            self._gateway.unanswered[member.id] = why
+        return why
 
 
 def _entries(body: bytes) -> dict[str, dict[str, Any]] | None:
