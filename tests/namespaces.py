@@ -121,3 +121,13 @@ def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(("ip", *words), capture_output=True, text=True, check=False)
     assert not check or done.returncode == 0, (words, done.stderr)
     return done
+
+
+def need_unshare(*flags: str) -> None:
+    """Skip the test where no such namespaces can be made: they need root, and a container often may not either."""
+    program = shutil.which("unshare")
+    if program is None:
+        pytest.skip("namespaces need unshare of util-linux")
+    tried = subprocess.run([program, *flags, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no namespace can be made here: {tried.stderr.strip()}")

@@ -25,6 +25,7 @@ from appliance.agent.records import Store
 from appliance.facts.report import Report
 from appliance.rules.engines.engine import MARKER
 from tests.agent_process import agents, model
+from tests.namespaces import need_unshare
 from tests.shard_scene import Scene, agent, alive, free_range, kill, reported, scene, stub, until
 from tests.test_agent_adoption import making_agents
 from tests.test_agent_records import in_child
@@ -119,6 +120,7 @@ def strange(folder: Path, *before: str, marker: str = STRANGE, **how: object) ->
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of another user and in another mount namespace")
 async def test_what_only_looks_like_ours_is_left_alone(place: Scene, tmp_path: Path) -> None:
+    need_unshare("--mount")
     folder = place.state / "shards" / "r9-0-abc"
     folder.mkdir(parents=True)
     others = [
@@ -145,6 +147,7 @@ async def test_what_only_looks_like_ours_is_left_alone(place: Scene, tmp_path: P
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
 def test_what_lies_under_another_disk_is_not_judged_by_its_name(tmp_path: Path) -> None:
     """A disk that was mounted over the state directory hides it; it may be taken away again."""
+    need_unshare("--mount")
     (tmp_path / "s" / "shards" / "r9-0-abc").mkdir(parents=True)
     look = (
         "import sys; from pathlib import Path; from appliance.agent.lost import lost;"

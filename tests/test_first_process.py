@@ -16,12 +16,16 @@ import trio
 
 from appliance.agent import procfs
 from tests.agent_process import Agent, Agents, agents, model
+from tests.namespaces import need_unshare
 from tests.processes import APPLIANCE, Process, environment, spawn, until
 from tests.serve_process import processes
 
 ROOT = Path(__file__).parent.parent
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces of processes")
+
+@pytest.fixture(autouse=True)
+def able() -> None:
+    need_unshare("--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 @pytest.fixture
