@@ -72,6 +72,34 @@ async def test_a_request_may_come_byte_by_byte(tmp_path: Path) -> None:
         assert (await client.answer("POST")).status == 200
 
 
+async def test_one_empty_line_before_a_request_is_skipped_and_a_second_is_not(tmp_path: Path) -> None:
+    async with fake_engine(echo) as engine, router(tmp_path, engine) as door:
+        raw = request("POST", CHAT_PATH, body=BODY)
+        client = await door.connect()
+        for pieces in ([b"\r\n" + raw], [b"\r\n", raw], [b"\r", b"\n" + raw], [raw + b"\r\n", raw], [b"\r", b"\n", raw]):
+            for piece in pieces:
+                await client.send(piece)
+                await quiet()
+            for _ in range(b"".join(pieces).count(BODY)):
+                assert (await client.answer("POST")).status == 200
+        await client.send(raw + b"\r\n" + raw)
+        assert [(await client.answer("POST")).status for _ in range(2)] == [200, 200]
+        for lines in (b"\r\n\r\n", b"\n", b"\r\r\n"):
+            other = await door.connect()
+            await other.send(lines + raw)
+            assert (await other.answer("POST")).status == 400
+        assert len(engine.asked) == 8
+
+
+async def test_empty_lines_alone_keep_no_connection(tmp_path: Path) -> None:
+    async with fake_engine(echo) as engine, router(tmp_path, engine) as door:
+        client = await door.connect()
+        await client.send(b"\r\n")
+        await quiet()
+        await client.send(b"\r\n")
+        assert (await client.answer("POST")).status == 400
+
+
 async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
     """Of every kind, with answers of every kind, some slower than those behind them."""
 

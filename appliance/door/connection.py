@@ -107,9 +107,10 @@ class Connection:
         """Never raises but for Trio's cancellation."""
         line, sleeper = self.line, self._sleeper
         requests = 0  # since the last pause
+        blank = False  # an empty line was skipped before this request
         try:
             while True:
-                if not self._buffer:
+                while not self._buffer or self._buffer == b"\r":
                     keepalive_s = IDLE_AT_STOP_S if self.site.draining else self.limits.keepalive_s
                     sleeper.arm(time.monotonic() + keepalive_s, "keepalive_s")
                     while (data := line.try_recv()) is None:
@@ -117,10 +118,16 @@ class Connection:
                         requests = 0
                     if not data:
                         return
-                    self._buffer = data
+                    self._buffer += data
+                # One empty line belongs to no request: some clients end a body with it (RFC 9112, 2.2).
+                if not blank and self._buffer.startswith(b"\r\n"):
+                    blank = True
+                    self._buffer = self._buffer[2:]
+                    continue
                 self.idle = False
                 if not await self._serve_one():
                     break
+                blank = False
                 self.idle = True
                 requests += 1
                 if requests & 15 == 0:
