@@ -76,7 +76,13 @@ async def test_one_empty_line_before_a_request_is_skipped_and_a_second_is_not(tm
     async with fake_engine(echo) as engine, router(tmp_path, engine) as door:
         raw = request("POST", CHAT_PATH, body=BODY)
         client = await door.connect()
-        for pieces in ([b"\r\n" + raw], [b"\r\n", raw], [b"\r", b"\n" + raw], [raw + b"\r\n", raw], [b"\r", b"\n", raw]):
+        for pieces in (
+            [b"\r\n" + raw],
+            [b"\r\n", raw],
+            [b"\r", b"\n" + raw],
+            [raw + b"\r\n", raw],
+            [b"\r", b"\n", raw],
+        ):
             for piece in pieces:
                 await client.send(piece)
                 await quiet()
