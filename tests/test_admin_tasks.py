@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from typing import Any
 
+import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
 from appliance.admin import tasks
+from appliance.nursery.carried import Carried
 
 
 def find(task: dict[str, Any], name: str) -> dict[str, Any]:
@@ -82,4 +85,34 @@ async def test_a_task_that_has_not_begun_is_told_as_such() -> None:
         nursery.start_soon(trio.sleep_forever, name="fresh")
         assert find(tasks.tree(), "fresh")["waits_at"] != ""
         assert "[running]" in "\n".join(tasks.lines(tasks.tree()))
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("carried", [0, 1])
+async def test_a_coroutine_that_is_carried_is_shown_where_it_waits(carried: int) -> None:
+    """All connections wait in the same place of the task that owns them; what each waits for, its coroutine tells."""
+    idle, busy = Carried(), Carried()
+
+    async def waits_for_a_request() -> None:
+        await idle.pause()
+        await idle.pause()
+
+    async def waits_at_home() -> None:
+        await busy.sleep()
+        await busy.sleep()
+
+    async def connection(sleeper: Carried, coroutine: Coroutine[Any, Any, None]) -> None:
+        await sleeper.run(coroutine)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection, idle, waits_for_a_request(), name="idle")
+        nursery.start_soon(connection, busy, waits_at_home(), name="busy")
+        await wait_all_tasks_blocked()
+        for _ in range(carried):
+            idle.carry_on()
+            busy.carry_on()
+            await wait_all_tasks_blocked()
+        tree = tasks.tree()
+        assert "waits_for_a_request" in find(tree, "idle")["waits_at"]
+        assert "waits_at_home" in find(tree, "busy")["waits_at"]
         nursery.cancel_scope.cancel()

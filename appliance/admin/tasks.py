@@ -6,10 +6,13 @@ Names of tasks and positions in code, nothing else: values of variables would ho
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import trio
+
+from ..nursery.carried import Carried
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TOOLS = (f"{_PACKAGE}nursery{os.sep}", f"{_PACKAGE}wire{os.sep}")
@@ -66,7 +69,7 @@ def _place(task: trio.lowlevel.Task) -> str:
     if task is trio.lowlevel.current_task():
         return "running"
     position = called = ""
-    for frame, line in task.iter_await_frames():
+    for frame, line in _frames(task):
         code = frame.f_code
         if code.co_filename.startswith(_TRIO) or (position and code.co_filename.startswith(_TOOLS)):
             called = called or code.co_qualname
@@ -75,6 +78,18 @@ def _place(task: trio.lowlevel.Task) -> str:
     if position and called:
         return f"{position} > {called}"
     return position or called or "not started"
+
+
+def _frames(task: trio.lowlevel.Task) -> Iterator[tuple[FrameType, int]]:
+    """Where a task waits, the outermost place first. One whose coroutine is carried waits where that one does."""
+    for frame, line in task.iter_await_frames():
+        yield frame, line
+        if frame.f_code is Carried.STEERS:
+            coroutine = frame.f_locals["coroutine"]
+            while (inner := getattr(coroutine, "cr_frame", None)) is not None:
+                yield inner, inner.f_lineno
+                coroutine = coroutine.cr_await
+            return
 
 
 def _file(name: str) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Awaitable, Coroutine, Generator
-from typing import Any
+from typing import Any, ClassVar
 
 import trio
 
@@ -143,6 +143,9 @@ class Carried(Sleeper):
         error, self._error = self._error, None
         assert error is not None
         return error
+
+    STEERS: ClassVar[types.CodeType] = _run.__code__
+    """The frame of a task that runs a coroutine, which is its `coroutine`: no await leads there from the task."""
 
     def _abandoned(self, reason: object) -> trio.lowlevel.Abort:
         if self._away:
