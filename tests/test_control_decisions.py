@@ -136,3 +136,22 @@ async def test_the_router_is_told_of_endpoints_and_waking_models_and_not_of_seco
         assert scene.plane.why_not("m") == "it is loading"  # asked for by every request that is refused
         await trio.sleep(1.1)
         assert scene.plane.why_not("m") == "it is warming up"
+
+
+async def test_a_model_is_waking_until_the_pass_that_gives_it_an_endpoint(autojump_clock: Clock) -> None:
+    """Who looks between the report of a replica and the pass after it must not see neither: those who wait for the
+    model would be refused in the moment in which it serves."""
+    from appliance.facts.endpoint import Endpoint
+
+    async with control() as scene:
+        scene.fleet.awake = {"m": "it is loading, for 1 s"}
+        await scene.pass_over()
+        one = Endpoint("m.aaaaa", "10.0.0.1", 20000)
+        scene.fleet.awake = {"m": "it is loading, for 2 s"}
+        assert scene.plane.waking() == {"m": "it is loading, for 2 s"}
+        scene.fleet.ready, scene.fleet.awake = (one,), {}
+        assert scene.plane.endpoints() == () and set(scene.plane.waking()) == {"m"}
+        await scene.pass_over()
+        assert scene.plane.endpoints() == (one,) and scene.plane.waking() == {}
+        scene.fleet.ready, scene.fleet.awake = (), {"m": "it is about to be started"}
+        assert scene.plane.endpoints() == (one,) and scene.plane.waking() == {}

@@ -157,8 +157,10 @@ class Plane:
         return self._published.endpoints
 
     def waking(self) -> Mapping[str, str]:
-        """Models whose requests may wait, each with how far it is now."""
-        return self.fleet.waking(self._now())
+        """Models whose requests may wait, as of the last pass, each with how far it is now. As of the same pass as
+        `endpoints`: a replica that was reported ready since then would be in neither, and who waits for it refused."""
+        words = self.fleet.waking(self._now())
+        return {name: words.get(name, said) for name, said in self._published.waking.items()}
 
     def why_not(self, model: str) -> str:
         """Why a model has no replica that serves, as half a sentence for clients; "" where there is nothing to say."""
