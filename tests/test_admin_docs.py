@@ -61,7 +61,7 @@ def everything() -> dict[str, Any]:
         "models": documents.models(gateway, now),
         "model": documents.model(gateway, "llama", now),
         "bands": documents.bands(gateway, now),
-        "requests": documents.requests(gateway, 1, now),
+        "requests": list(documents.requests(gateway, 1, now)),
         "request": documents.request(gateway, "id", now),
         "memory": memory.document(),
     }

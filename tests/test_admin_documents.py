@@ -10,8 +10,10 @@ from typing import Any
 
 import attrs
 import pytest
+import trio
 
 from appliance.admin import documents
+from appliance.admin.answers import gathered
 from appliance.admin.running import Running
 from appliance.facts.call import Ask, Call, Caller, Route
 from appliance.facts.choice import ANSWER, CLIENT_LEFT, DEADLINE, REFUSED, RESET, Attempt, Outcome
@@ -333,3 +335,18 @@ def test_a_broken_metric_contract_is_told(gateway: Gateway) -> None:
     found = {each["id"]: each for each in documents.endpoints(gateway, time.monotonic())}
     assert found["c"]["violations"] == list(contract.violations) != []
     assert found["a"]["violations"] == []
+
+
+async def test_thousands_of_documents_leave_others_their_turns(nursery: trio.Nursery) -> None:
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    nursery.start_soon(other)
+    made = await gathered({"after": turns} for _ in range(176))
+    nursery.cancel_scope.cancel()
+    assert len(made) == 176 and len({one["after"] for one in made}) >= 4

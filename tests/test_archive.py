@@ -124,7 +124,7 @@ def test_what_is_unusual_is_kept_as_it_is(unusual: Any) -> None:
     kept = Archive()
     kept.keep(record)
     assert kept.find("req-1") is record
-    assert kept.recent(1) == [record]
+    assert list(kept.recent(1)) == [record]
 
 
 def test_the_oldest_is_forgotten_and_the_newest_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,4 +149,20 @@ def test_a_request_is_found_by_its_whole_name_and_the_latest_of_several(unusual:
     found = kept.find("req-1")
     assert found is not None and found.code == 201
     assert kept.find("req-") is kept.find("llama") is None
-    assert len(kept.recent(9)) == 4
+    assert len(list(kept.recent(9))) == 4
+
+
+def test_each_is_unpacked_in_its_turn_and_what_comes_meanwhile_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "KEPT_RECORDS", 3)
+    kept = Archive()
+    for number in range(3):
+        kept.keep(record_of(number))
+    unpacked: list[object] = []
+    unpack = archive._unpack
+    monkeypatch.setattr(archive, "_unpack", lambda packed: (unpacked.append(packed), unpack(packed))[1])
+    row = kept.recent(3)
+    assert unpacked == []
+    assert next(row).request_id == "req-2"
+    assert len(unpacked) == 1
+    kept.keep(record_of(3))
+    assert [record.request_id for record in row] == ["req-1", "req-0"]

@@ -21,7 +21,7 @@ from tests.test_streams_broken import typed
 
 async def record_of(door: Running) -> Record:
     await wait_all_tasks_blocked()
-    return door.app.gateway.books.recent(1)[0]
+    return next(door.app.gateway.books.recent(1))
 
 
 def figures(tally: Tally | None) -> tuple[int, int, int, int]:

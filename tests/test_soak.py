@@ -215,7 +215,7 @@ async def test_the_books_keep_nothing_of_a_request_alive(tmp_path: Path) -> None
         for ask in (chat(), chat(stream=True), chat(model="nobody"), chat(**{"user": "x", "stream": True})):
             assert (await door.ask(ask)).status in (404, 502)
         await door.settled()
-        assert len(door.app.gateway.books.recent(10)) == 4
+        assert len(list(door.app.gateway.books.recent(10))) == 4
         gc.collect()
         held = [thing for thing in gc.get_objects() if isinstance(thing, Call | HttpReply | Connection)]
         assert held == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pwd
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -10,12 +11,22 @@ from quart import Response
 from quart import request as asked
 
 from ..gateway.errors import error_body
+from ..nursery.sleeper import breathe
 
 CALLER = "x-appliance-caller"
 
 
 def json(document: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(document), status, content_type="application/json")
+
+
+async def gathered(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All of them, as they are made. Others get a turn behind every sixteenth: there may be thousands."""
+    made = []
+    for document in documents:
+        made.append(document)
+        await breathe(len(made))
+    return made
 
 
 def refused(status: int, code: str, message: str) -> Response:

@@ -24,7 +24,7 @@ from werkzeug.routing import BaseConverter
 from ..facts.errors import Refusal
 from ..store.failed import StoreFailed
 from . import control, documents, memory, onboarding, tasks
-from .answers import caller, json, number, refused
+from .answers import caller, gathered, json, number, refused
 from .running import Running
 
 MOST_REQUESTS = 4000
@@ -101,7 +101,7 @@ def _reads(app: QuartTrio, running: Running) -> None:
         limit = number("limit", 1, MOST_REQUESTS, 20)
         if limit is None:
             return refused(400, "bad_limit", f"limit: expected 1 to {MOST_REQUESTS}")
-        return json({"requests": documents.requests(gateway, limit, time.monotonic())})
+        return json({"requests": await gathered(documents.requests(gateway, limit, time.monotonic()))})
 
     @app.get("/requests/<any_text:request_id>")
     async def request(request_id: str) -> Response:

@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -235,9 +236,9 @@ def bands(gateway: Gateway, now: float) -> list[Document]:
 # -- requests --------------------------------------------------------------------------------------------------------
 
 
-def requests(gateway: Gateway, limit: int, now: float) -> list[Document]:
+def requests(gateway: Gateway, limit: int, now: float) -> Iterator[Document]:
     """`/requests`: live ones first, then past ones, newest first."""
-    return [_request(record, now) for record in gateway.books.recent(limit)]
+    return (_request(record, now) for record in gateway.books.recent(limit))
 
 
 def request(gateway: Gateway, request_id: str, now: float) -> Document | None:

@@ -10,6 +10,7 @@ What is unusual is kept as it is: failures and what was done about them are of m
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
@@ -56,10 +57,11 @@ class Archive:
                 return _unpacked(kept)
         return None
 
-    def recent(self, count: int) -> list[Record]:
-        """The newest first."""
+    def recent(self, count: int) -> Iterator[Record]:
+        """The newest first, as they are now. Each is unpacked when it is its turn, so that whoever wants thousands may
+        pause in between: all at once hold up the loop for a tenth of a second, half of it for the collector."""
         newest = [kept for kept, _ in zip(reversed(self._kept), range(count), strict=False)]
-        return [_unpacked(kept) if isinstance(kept, bytes) else kept for kept in newest]
+        return (_unpacked(kept) if isinstance(kept, bytes) else kept for kept in newest)
 
 
 def _is_usual(record: Record) -> bool:

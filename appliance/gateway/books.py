@@ -7,6 +7,8 @@ memory for `ctl requests` and `ctl explain request`.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import chain, islice
 
 from .archive import Archive
 from .meters import Meters, ModelMeters
@@ -52,10 +54,11 @@ class Books:
     def find(self, request_id: str) -> Record | None:
         return self.live.get(request_id) or self._archive.find(request_id)
 
-    def recent(self, count: int) -> list[Record]:
-        """Live requests, then past ones, newest first."""
+    def recent(self, count: int) -> Iterator[Record]:
+        """Live requests, then past ones, newest first, as they are now: what happens while they are read changes
+        nothing in the row."""
         live = sorted(self.live.values(), key=lambda record: -record.arrived)
-        return (live + self._archive.recent(count))[:count]
+        return islice(chain(live, self._archive.recent(count)), count)
 
 
 def _count_answer(meters: ModelMeters, record: Record, tally: Tally) -> None:
