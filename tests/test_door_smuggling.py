@@ -39,7 +39,7 @@ async def test_heads_and_chunks(tmp_path: Path, shape: Shape) -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"\x16\x03\x01\x02\x00", b"\x00", b"{", b"\r", b"get", b"GET / HTTP/1.1\n", b"GET / HTTP/1.1\r\nhost: x\n\n"],
+    [b"\x16\x03\x01\x02\x00", b"\x00", b"{", b"\r\r", b"get", b"GET / HTTP/1.1\n", b"GET / HTTP/1.1\r\nhost: x\n\n"],
 )
 async def test_what_can_become_no_request_is_refused_at_once(tmp_path: Path, raw: bytes) -> None:
     """Whoever sent it waits for an answer, and would wait until a deadline struck."""
