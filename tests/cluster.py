@@ -196,13 +196,21 @@ class Cluster:
         return [each for each in found if each["id"] and model in ("", each["model"]) and state in ("", each["state"])]
 
     async def ready(self, model: str, count: int = 1, within_s: float = 60.0) -> list[dict[str, Any]]:
-        """Wait until exactly `count` replicas of the model are there, all of them ready."""
-        return await self.come(
+        """Wait until exactly `count` replicas of the model are there, all of them ready and taking requests."""
+        found = await self.come(
             lambda: self.replicas(model),
             lambda found: len(found) == count and all(each["state"] == "ready" for each in found),
             f"{count} ready replicas of {model}",
             within_s,
         )
+        # What is ready is published by the pass that follows.
+        wanted = {each["id"] for each in found}
+        await self.come(
+            lambda: self.ask("/endpoints"),
+            lambda endpoints: wanted <= {each["id"] for each in endpoints},
+            f"the replicas of {model} are endpoints",
+        )
+        return found
 
     async def node(self, name: str) -> dict[str, Any]:
         """What is known of a node; its state is "" while nobody has heard of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -21,6 +22,10 @@ for name in ("COLUMNS", "LINES"):  # a second process of pytest has them, and a 
 os.environ |= {"MENTAT_DAEMONS": "", "MENTAT_ANNOUNCE_PORT": "0"}
 """Routers of tests find no groups: neither a daemon of this machine, nor each other, nor whoever announces on its
 network. A test of groups says otherwise itself."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell starts what is to run in the background with SIGINT ignored, and so would be all that tests start."""
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, print_blob=True)

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import socket
 import stat
@@ -163,15 +164,20 @@ def test_top_draws_over_itself_until_ctrl_c_and_gives_the_screen_back(running: R
         stdin=far, stdout=far, stderr=far, start_new_session=True, env={**os.environ, "TERM": "xterm"},
     )  # fmt: skip
     os.close(far)
+
+    def read() -> bytes:
+        assert select.select([near], [], [], 30)[0], "nothing is drawn"
+        return os.read(near, 65536)
+
     try:
         drawn = b""
         while b" a second" not in drawn:  # from the second page on
-            drawn += os.read(near, 65536)
+            drawn += read()
         popen.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # the other end is closed
-            while piece := os.read(near, 65536):
-                drawn += piece
-        assert popen.wait() == 0
+            for _ in range(1000):
+                drawn += read()
+        assert popen.wait(30) == 0
     finally:
         popen.kill()
         popen.wait()
