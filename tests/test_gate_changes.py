@@ -186,8 +186,8 @@ async def test_an_endpoint_that_is_back_takes_waiters_at_once(tmp_path: Path) ->
     engine = in_turn(*[says(whole(500, b"broken"))] * 5, says(whole(200, CHAT)))
     async with fake_engine(engine) as fake, router(tmp_path, fake) as door:
         (member,) = door.app.gateway.table.members.values()
-        for _ in range(5):
-            assert (await door.ask(chat())).status == 500
+        for seed in range(5):
+            assert (await door.ask(chat(seed=seed))).status == 500
         assert not member.up
         assert (await door.ask(chat())).error["code"] == "model_not_ready"
         member.breaker.open_until = time.monotonic()

@@ -245,8 +245,8 @@ def over(door: Running) -> None:
 async def test_a_failing_replica_comes_back_by_one_probe(tmp_path: Path) -> None:
     async with fake_engine(says(whole(500, {}))) as engine, router(tmp_path, engine) as door:
         member = door.app.gateway.table.members["a"]
-        for _ in range(5):
-            assert (await door.ask(chat())).status == 500
+        for seed in range(5):
+            assert (await door.ask(chat(seed=seed))).status == 500
         assert not member.up
         answer = await door.ask(chat())
         assert answer.status == 503 and answer.error["code"] == "model_not_ready"
@@ -262,10 +262,38 @@ async def test_a_failing_replica_comes_back_by_one_probe(tmp_path: Path) -> None
         assert (await door.ask(chat())).status == 200
 
 
+async def test_one_bad_request_again_and_again_shuts_nobody_out(tmp_path: Path) -> None:
+    """llama.cpp answers some mistakes of clients with 500, and libraries send such a request three times unasked."""
+
+    async def script(asked: Asked, peer: Peer) -> None:
+        await peer.send(whole(500 if b"tools" in asked.body else 200, {}))
+
+    async with fake_engine(script) as engine, router(tmp_path, engine) as door:
+        member = door.app.gateway.table.members["a"]
+        for turn in range(60):
+            assert (await door.ask(chat(tools=turn % 3))).status == 500
+            if not turn % 20:
+                assert (await door.ask(chat())).status == 200
+        assert member.up and member.breaker.history.bit_count() == 3
+        for turn in range(3, 9):
+            if member.up:
+                await door.ask(chat(tools=turn))
+        assert not member.up, "five that differ are no mistake of one client"
+
+
+async def test_connections_that_break_count_whatever_was_asked(tmp_path: Path) -> None:
+    async with fake_engine(says(then="reset")) as engine, router(tmp_path, engine) as door:
+        member = door.app.gateway.table.members["a"]
+        for _ in range(5):
+            if member.up:
+                await door.ask(chat())
+        assert not member.up
+
+
 async def test_two_wait_for_one_probe(tmp_path: Path) -> None:
     async with fake_engine(says(whole(500, {}))) as engine, router(tmp_path, engine) as door:
-        for _ in range(5):
-            await door.ask(chat())
+        for seed in range(5):
+            await door.ask(chat(seed=seed))
         over(door)
         engine.script = says(then="silent")
         probe = await door.connect()

@@ -61,6 +61,32 @@ def test_one_failure_in_four_is_left_to_retries() -> None:
     assert breaker.closed
 
 
+def test_an_answered_failure_counts_once_for_a_request() -> None:
+    breaker = Breaker()
+    for _ in range(100):
+        for cause in (7, 8, 9):
+            assert not breaker.fail(1.0, RNG, False, cause)
+    assert (breaker.known, breaker.closed) == (3, True)
+    assert not breaker.fail(1.0, RNG, False, 10)
+    assert breaker.fail(1.0, RNG, False, 11), "five different ones"
+
+
+def test_a_probe_counts_whatever_failed_before_and_what_was_shut_in_begins_anew() -> None:
+    breaker = Breaker()
+    for cause in range(1, 6):
+        breaker.fail(1.0, RNG, False, cause)
+    now = breaker.open_until
+    assert breaker.begin(now) and breaker.fail(now, RNG, True, 5)
+    now = breaker.open_until
+    breaker.succeed(now, breaker.begin(now))
+    assert [breaker.fail(now, RNG, False, cause) for cause in range(1, 6)] == [False] * 4 + [True]
+
+
+def test_without_an_answer_each_failure_counts() -> None:
+    breaker = Breaker()
+    assert [breaker.fail(1.0, RNG, False, 0) for _ in range(5)][-1]
+
+
 def test_the_forty_that_die_with_an_engine_open_it_once() -> None:
     breaker = Breaker()
     assert sum(breaker.fail(1.0, RNG, False) for _ in range(40)) == 1

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 Ended = ErrorAnswer | Refusal
 """What a client is told where nobody else can take its request."""
 
+_CAUSE_BYTES = 32768
+"""So much of a body's beginning and of its end tell it from others: a failure must not cost a look at 128 MiB."""
+
 _FAILURES = (ErrorAnswer, FirstEventIsError, UpstreamFailed, DeadlinePassed, ClientLeft, Left, EndpointLost)
 """How an exchange ends that did not bring the client its whole answer."""
 
@@ -88,20 +91,25 @@ class Attempts(Roster):
                         return ended or absent(entry, self.why_absent(entry.name), None, now)
                 exchange = self._dispatch(errand, member, now)
                 outcome = Outcome.NEUTRAL
+                cause = 0
                 try:
                     # Where nothing is sent twice, an idle connection that is just being closed would lose the request.
                     status = await exchange.run(now, fresh=fresh or not member.endpoint.retries)
                     outcome = _answered(record, exchange, status)
+                    if outcome is Outcome.FAILURE:
+                        cause = _cause(errand.call)
                     return None
                 except _FAILURES as error:
                     end, held = _how_it_ended(error, member, exchange)
                     record.attempts += (end,)
                     outcome = classify(end)
+                    if end.kind in (ANSWER, ERROR_EVENT):
+                        cause = _cause(errand.call)
                 except Cancelled as cancelled:
                     await self._end_cancelled(errand, exchange, cancelled)
                     return None
                 finally:
-                    self._let_go(errand, member, exchange, outcome)
+                    self._let_go(errand, member, exchange, outcome, cause)
                 if end.kind == CLIENT_LEFT:
                     raise ClientLeft
                 if reply.started:
@@ -256,7 +264,7 @@ class Attempts(Roster):
             known = self._other_promises[total_s] = msgspec.structs.replace(self.promises, total_s=total_s)
         return known
 
-    def _let_go(self, errand: Errand, member: Member, exchange: Exchange, outcome: Outcome) -> None:
+    def _let_go(self, errand: Errand, member: Member, exchange: Exchange, outcome: Outcome, cause: int) -> None:
         """The exchange is over, whatever came of it."""
         answer_id = exchange.tally.answer_id
         if answer_id:  # a stored response is found again where it was made
@@ -264,7 +272,7 @@ class Attempts(Roster):
         lease = errand.lease
         assert lease is not None, "dispatched"
         was_up, now = member.up, time.monotonic()
-        lease.finish(outcome, now, self.rng)
+        lease.finish(outcome, now, self.rng, cause)
         if not (was_up and member.up):
             self.gate.health_changed(now)  # its breaker opened: nobody is to wait for it; or it is back
 
@@ -306,6 +314,12 @@ def _cancelled(record: Record, cancelled: Cancelled) -> Refusal:
     refusal = Refusal(503, "cancelled", str(cancelled), should_retry=False)
     record.refused(refusal, "cancelled")
     return refusal
+
+
+def _cause(call: Call) -> int:
+    """What stands for the request where it fails: the same number when it is sent again."""
+    body = call.body
+    return hash((call.target, len(body), body[:_CAUSE_BYTES], body[-_CAUSE_BYTES:])) or 1
 
 
 def _answered(record: Record, exchange: Exchange, status: int) -> Outcome:

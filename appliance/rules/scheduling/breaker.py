@@ -6,6 +6,11 @@ sees:
 - five in a row. An engine that died fails everything at once, and this notices before a sixth request is wasted;
 - half of the last twenty outcomes (ten at least). An engine that fails every other request never fails five in a row.
 
+A request that an engine answers with a 5xx may be what is wrong, and its client sends it again and again: a library
+that retries by itself makes three failures of one. So an answered failure counts once for each request that it was told
+to, and a client with one bad request does not shut the endpoint for everybody. An engine that fails whatever it is
+asked is told so by as many requests as ever; connections that break count always.
+
 The window counts outcomes and not seconds: a replica that gets three requests a minute is judged by as many outcomes as
 one that gets three hundred a second.
 
@@ -25,6 +30,8 @@ WINDOW_LEAST = 10
 FIRST_OPEN_S = 2.0
 LONGEST_OPEN_S = 60.0
 JITTER = 0.25
+CAUSES = 16
+"""Requests that are remembered as having failed, the latest: those that fail by turns are few."""
 CALM_S = 120.0
 """Closed for so long, the next opening is a new story and starts at `FIRST_OPEN_S`."""
 
@@ -38,7 +45,7 @@ class Breaker:
     Whoever dispatches calls `begin` and hands what it returned to exactly one of `succeed`, `fail` and `release`.
     """
 
-    __slots__ = ("closed_at", "history", "known", "open_until", "probing", "trips")
+    __slots__ = ("causes", "closed_at", "history", "known", "open_until", "probing", "trips")
 
     def __init__(self) -> None:
         self.history = 0
@@ -48,6 +55,8 @@ class Breaker:
         """0 while closed."""
         self.closed_at = float("-inf")
         self.probing = False
+        self.causes: tuple[int, ...] = ()
+        """Of the failures since it was closed."""
 
     @property
     def closed(self) -> bool:
@@ -78,16 +87,22 @@ class Breaker:
             self.probing = False
             self.closed_at = now
             self.history = self.known = 0
+            self.causes = ()
         # A stream that began before the trouble and ends well now proves nothing about new requests.
 
-    def fail(self, now: float, rng: Random, probe: bool) -> bool:
+    def fail(self, now: float, rng: Random, probe: bool, cause: int = 0) -> bool:
         """A failure; True when it opened the breaker. Without `probe`, it counts only while closed: the forty requests
-        that die with an engine open it once."""
+        that die with an engine open it once. `cause` stands for the request that the engine has answered so, 0 where it
+        gave no answer."""
         if self.open_until:
             if probe:
                 self.probing = False
                 self._open(now, rng)
             return probe
+        if cause:
+            if cause in self.causes:
+                return False
+            self.causes = (*self.causes[1 - CAUSES :], cause)
         self._note(1)
         in_a_row = self.history & _ROW == _ROW
         half = self.known >= WINDOW_LEAST and self.history.bit_count() * 2 >= self.known

@@ -203,8 +203,9 @@ class Lease:
             self.member.breaker.succeed(now, True)
             self.member._gate()
 
-    def finish(self, outcome: Outcome, now: float, rng: Random) -> bool:
-        """The attempt is over. True when this failure opened the breaker. Later calls do nothing."""
+    def finish(self, outcome: Outcome, now: float, rng: Random, cause: int = 0) -> bool:
+        """The attempt is over. True when this failure opened the breaker; `cause` as of `Breaker.fail`. Later calls do
+        nothing."""
         if not self.open:
             return False
         self.open = False
@@ -215,7 +216,7 @@ class Lease:
             member.breaker.succeed(now, self.probe)
         elif outcome is Outcome.FAILURE:
             member._penalise(FAILURE_PENALTY, now)
-            opened = member.breaker.fail(now, rng, self.probe)
+            opened = member.breaker.fail(now, rng, self.probe, cause)
         else:
             if outcome is Outcome.BACKPRESSURE:
                 member._penalise(BACKPRESSURE_PENALTY, now)
