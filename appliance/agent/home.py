@@ -28,6 +28,7 @@ import attrs
 import msgspec
 
 from appliance.agent import procfs
+from appliance.agent.private import replace
 from appliance.agent.wording import to_json
 
 BOARD = Path("/sys/class/dmi/id/product_uuid")
@@ -106,11 +107,7 @@ def settle(shards: Path) -> None:
         now = attrs.evolve(now, host=Host(now.host.boot, board, machine))
     if now != before:
         with contextlib.suppress(OSError):
-            beside = shards / ".home.new"
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(to_json(now))
-            beside.replace(shards / "home")
+            replace(shards / "home", to_json(now))
 
 
 def _compared(shards: Path) -> tuple[Home | None, Home]:

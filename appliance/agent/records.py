@@ -18,7 +18,6 @@ shard's key is in them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import math
 import os
@@ -36,6 +35,7 @@ import msgspec
 from appliance.agent import procfs
 from appliance.agent.home import belongs, settle
 from appliance.agent.ownership import own, removed
+from appliance.agent.private import make_private, replace
 from appliance.agent.wording import to_json
 from appliance.facts.launch import HttpReady, StopStep
 from appliance.facts.replica import Shard
@@ -169,7 +169,7 @@ class Store:
         for folder in (self.shards, self._logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             belongs(folder)
-            _make_private(folder)
+            make_private(folder)
         self._lock = own(self.shards / "lock", check)
         try:
             self.boot = procfs.boot_id()
@@ -188,7 +188,7 @@ class Store:
             # What runs has the old one in its marker, and only by that is it known as ours.
             words = Counter(record.marker.partition(".")[0] for record in self.read_all()[0])
             self.word = next((word for word, _ in words.most_common() if _WORD.fullmatch(word)), secrets.token_hex(8))
-            _replace(path, self.word.encode())
+            replace(path, self.word.encode())
 
     def close(self) -> None:
         """Give the directory up."""
@@ -223,7 +223,7 @@ class Store:
         """Replace the shard's record. Raises OSError; the old one stays then."""
         folder = Path(self.folder(record.shard.id))
         folder.mkdir(mode=0o700, exist_ok=True)
-        _replace(folder / "record.json", to_json(record))
+        replace(folder / "record.json", to_json(record))
 
     def read_all(self) -> tuple[list[Record], list[str]]:
         """Every readable record, and a sentence for each that is not. Those that ended long ago are dropped."""
@@ -280,20 +280,3 @@ def _nonsense(record: Record) -> Iterator[str]:
     texts = [*record.directories, *([ready.host, ready.health, ready.models] if ready else ())]
     if any("\0" in text for text in texts):
         yield "a text of it holds a zero byte"
-
-
-def _make_private(folder: Path) -> None:
-    try:
-        folder.chmod(0o700)
-    except OSError as refused:
-        if refused.errno != errno.EROFS:
-            raise
-
-
-def _replace(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.new")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, 0o600)
-        file.write(content)
-    beside.replace(path)
