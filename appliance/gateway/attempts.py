@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..facts.call import Call
-from ..facts.choice import ANSWER, CLIENT_LEFT, CLOSED, DEADLINE, ERROR_EVENT, Attempt, Choice, Outcome
+from ..facts.choice import ANSWER, CLIENT_LEFT, CLOSED, DEADLINE, ERROR_EVENT, Attempt, Outcome
 from ..facts.errors import Refusal
 from ..nursery.sleeper import Cut, DeadlinePassed
 from ..rules.admission.ticket import Ticket
@@ -211,19 +211,8 @@ class Attempts(Roster):
             errand.entry, self.policy, now, self.rng, text, call.caller.session, tried, errand.only, granted, crowded
         )
         errand.record.choices += (choice,)
-        if len(choice.candidates) > 1:
-            self.meters.chose(choice)
-        if choice.drops or text:
-            self._count(choice)
+        self.meters.chose(choice)
         return member
-
-    def _count(self, choice: Choice) -> None:
-        counts = self.meters.filter_drops
-        for _, name in choice.drops:
-            counts[name] = counts.get(name, 0) + 1
-        prefix = choice.prefix
-        if prefix != "off":
-            self.meters.prefix[prefix] = self.meters.prefix.get(prefix, 0) + 1
 
     def _dispatch(self, errand: Errand, member: Member, now: float) -> Exchange:
         """Count the request at `member`, in the step that chose it. `_let_go` ends that on every path."""

@@ -80,10 +80,16 @@ class Meters:
         return meters
 
     def chose(self, choice: Choice) -> None:
-        """One endpoint was picked out of several."""
+        """An endpoint was picked, or none could be."""
         picked = choice.picked
-        self.scored += 1
-        self.scores = [sum_ + scores[picked] for sum_, scores in zip(self.scores, choice.scores, strict=True)]
+        if len(choice.candidates) > 1:
+            self.scored += 1
+            self.scores = [sum_ + scores[picked] for sum_, scores in zip(self.scores, choice.scores, strict=True)]
+        for _, name in choice.drops:
+            self.filter_drops[name] = self.filter_drops.get(name, 0) + 1
+        prefix = choice.prefix
+        if prefix != "off":
+            self.prefix[prefix] = self.prefix.get(prefix, 0) + 1
 
     def waited(self, band: str, seconds: float) -> None:
         """A request of `band` left the queue after `seconds`, whatever came of it."""
