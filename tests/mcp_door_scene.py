@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.fake_daemon import Daemon
 from tests.routers import Running
 from tests.routers import router as in_this_loop
 from tests.serve_process import Processes, Router, processes
-from tests.toolservers.listener import Reply, Request, listening
+from tests.toolservers.listener import Reply, Request, listening, relayed
 from tests.toolservers.scripted import Server
 
 BOTH = "application/json, text/event-stream"
@@ -36,15 +36,8 @@ async def at(server: Server) -> AsyncIterator[str]:
     that raises BrokenResourceError ends the connection without a word."""
 
     async def handle(request: Request, reply: Reply) -> None:
-        asked = httpx.Request(request.method, f"http://x{request.path}", headers=request.fields, content=request.body)
-        try:
-            answer = await server.handle(asked)
-        except trio.BrokenResourceError:
-            return
-        reply.start(answer.status_code, [(n.lower(), v) for n, v in answer.headers.raw], None)
-        async for piece in answer.aiter_raw():
-            await reply.send(piece)
-        await reply.end()
+        with suppress(trio.BrokenResourceError):
+            await relayed(server, request, reply)
 
     async with listening(handle) as url:
         yield url + "/mcp"

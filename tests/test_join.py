@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 import tomllib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -399,20 +399,20 @@ async def test_a_control_plane_that_is_not_there_is_told_from_one_that_is_someth
     assert "what answers there does not speak TLS; look at --control" in line
 
 
-async def test_the_token_goes_to_nobody_who_only_shows_the_right_root(cluster: Cluster, tmp_path: Path) -> None:
-    """Somebody in between can pass the root on, which is public, but has no certificate of it."""
-    other = pki.create(Papers.of(str(tmp_path / "other" / "appliance")), time.time())
+@asynccontextmanager
+async def stranger(
+    folder: Path, talk: Callable[[trio.SSLStream[trio.SocketStream]], Awaitable[None]]
+) -> AsyncIterator[int]:
+    """Somebody with a root of their own, who talks to each caller: the port."""
+    other = pki.create(Papers.of(str(folder / "other" / "appliance")), time.time())
     other.keep_server(["box"], time.time())
-    heard: list[bytes] = []
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(other.papers.server, other.papers.server_key)
 
-    async def between(stream: trio.SocketStream) -> None:
+    async def called(stream: trio.SocketStream) -> None:
         secure = trio.SSLStream(stream, context, server_side=True, https_compatible=True)
         try:
-            heard.append(await secure.receive_some())
-            root = cluster.joining.authority.pem
-            await secure.send_all(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(root), root))
+            await talk(secure)
         except trio.BrokenResourceError:
             return
         finally:
@@ -420,11 +420,23 @@ async def test_the_token_goes_to_nobody_who_only_shows_the_right_root(cluster: C
 
     async with trio.open_nursery() as nursery:
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, between, listeners)
-        port = listeners[0].socket.getsockname()[1]
+        nursery.start_soon(trio.serve_listeners, called, listeners)
+        yield listeners[0].socket.getsockname()[1]
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_token_goes_to_nobody_who_only_shows_the_right_root(cluster: Cluster, tmp_path: Path) -> None:
+    """Somebody in between can pass the root on, which is public, but has no certificate of it."""
+    heard: list[bytes] = []
+
+    async def between(secure: trio.SSLStream[trio.SocketStream]) -> None:
+        heard.append(await secure.receive_some())
+        root = cluster.joining.authority.pem
+        await secure.send_all(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(root), root))
+
+    async with stranger(tmp_path, between) as port:
         words = await cluster.invite("node-a", control=f"wss://127.0.0.1:{port}")
         line = await refused(machine(tmp_path, "node"), words)
-        nursery.cancel_scope.cancel()
     assert "the certificate of the other side was not accepted" in line
     assert [piece.split(b" ")[:2] for piece in heard] == [[b"GET", b"/root"]]
 
@@ -442,32 +454,18 @@ async def test_who_answers_without_end_is_not_heard_for_ever(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes, then: bytes
 ) -> None:
     monkeypatch.setattr(rootcall, "ANSWER_S", 0.4)
-    other = pki.create(Papers.of(str(tmp_path / "other" / "appliance")), time.time())
-    other.keep_server(["box"], time.time())
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(other.papers.server, other.papers.server_key)
 
-    async def drip(stream: trio.SocketStream) -> None:
-        secure = trio.SSLStream(stream, context, server_side=True, https_compatible=True)
-        try:
-            await secure.receive_some()
-            await secure.send_all(first)
-            while True:
-                await secure.send_all(then)
-                await trio.sleep(0.05)
-        except trio.BrokenResourceError:
-            return
-        finally:
-            await trio.aclose_forcefully(secure)
+    async def drip(secure: trio.SSLStream[trio.SocketStream]) -> None:
+        await secure.receive_some()
+        await secure.send_all(first)
+        while True:
+            await secure.send_all(then)
+            await trio.sleep(0.05)
 
-    async with trio.open_nursery() as nursery:
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, drip, listeners)
-        port = listeners[0].socket.getsockname()[1]
+    async with stranger(tmp_path, drip) as port:
         with trio.fail_after(8):
             words = await cluster.invite("node-a", control=f"wss://127.0.0.1:{port}")
             line = await refused(machine(tmp_path, "node"), words)
-        nursery.cancel_scope.cancel()
     assert f"no answer from 127.0.0.1:{port} within 0.4 s: is the port open" in line
 
 

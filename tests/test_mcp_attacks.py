@@ -17,7 +17,7 @@ import trio
 from tests.fake_daemon import fake_daemon
 from tests.groups_outside import BOTH, Outside, outside
 from tests.mcp_door_scene import at
-from tests.toolservers.listener import Reply, Request, listening
+from tests.toolservers.listener import Reply, Request, listening, relayed
 from tests.toolservers.scripted import Server, event, failed, response
 
 JSON = (b"content-type", b"application/json")
@@ -61,13 +61,7 @@ async def test_an_answer_that_is_none(how: str, tmp_path: Path) -> None:
                 await reply.send(piece)
             await reply.end()
             return
-        answer = await server.handle(
-            httpx.Request(request.method, f"http://x{request.path}", headers=request.fields, content=request.body)
-        )
-        reply.start(answer.status_code, [(name.lower(), value) for name, value in answer.headers.raw], None)
-        async for piece in answer.aiter_raw():
-            await reply.send(piece)
-        await reply.end()
+        await relayed(server, request, reply)
 
     async with fake_daemon() as daemon, listening(handle) as url:
         daemon.group("g", mcp=url + "/mcp")
@@ -296,13 +290,7 @@ async def test_a_stream_without_end_reaches_its_client_and_nobody_else(tmp_path:
         nonlocal sent
         body = json.loads(request.body or b"{}")
         if body.get("method") != "tools/call" or "endless" not in body["params"].get("arguments", {}):
-            answer = await server.handle(
-                httpx.Request(request.method, f"http://x{request.path}", headers=request.fields, content=request.body)
-            )
-            reply.start(answer.status_code, [(name.lower(), value) for name, value in answer.headers.raw], None)
-            async for piece in answer.aiter_raw():
-                await reply.send(piece)
-            await reply.end()
+            await relayed(server, request, reply)
             return
         reply.start(200, [EVENTS], None)
         token = body["params"]["_meta"]["progressToken"]

@@ -7,11 +7,13 @@ from contextlib import asynccontextmanager, suppress
 
 import attrs
 import h11
+import httpx
 import trio
 
 from appliance.facts.errors import Refusal
 from appliance.mcp.merge import Merge
 from appliance.mcp.serve import Endpoint
+from tests.toolservers.scripted import Server
 
 
 @attrs.frozen
@@ -53,6 +55,16 @@ class Reply:
         self.start(status, [(b"content-type", content_type), *more], len(body))
         await self.send(body)
         await self.end()
+
+
+async def relayed(server: Server, request: Request, reply: Reply) -> None:
+    """Have a server in memory answer. Raises what its tools raise."""
+    asked = httpx.Request(request.method, f"http://x{request.path}", headers=request.fields, content=request.body)
+    answer = await server.handle(asked)
+    reply.start(answer.status_code, [(name.lower(), value) for name, value in answer.headers.raw], None)
+    async for piece in answer.aiter_raw():
+        await reply.send(piece)
+    await reply.end()
 
 
 Handler = Callable[[Request, Reply], Awaitable[None]]
